@@ -1,0 +1,151 @@
+"""What tasks and copies cost: durations in any unit of time, sizes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import asdict, evolve, field, fields, frozen
+
+from pipec.errors import SpecError
+from pipec.ir import Kind
+from pipec.spec import Graph
+
+
+@frozen
+class StageCosts:
+    """Costs of one stage for one microbatch; None takes the default of :class:`Costs`.
+
+    ``activation_bytes``: saved by a FORWARD for its backward, without parameters, inputs and outputs.
+    ``output_bytes``: of the stage's values, each; a mapping by value name in ``Costs.values`` overrides it.
+    """
+
+    forward: float | None = None
+    backward_input: float | None = None
+    backward_weight: float | None = None
+    recompute: float | None = None
+    update: float | None = None
+    activation_bytes: int | None = None
+    output_bytes: int | None = None
+    weight_bytes: int | None = None
+
+
+def _stage_costs(value: Mapping[str, Any]) -> dict[str, StageCosts]:
+    made = {}
+    for name, costs in value.items():
+        if isinstance(costs, StageCosts):
+            made[name] = costs
+            continue
+        unknown = set(costs) - {f.name for f in fields(StageCosts)}
+        if unknown:
+            known = ", ".join(f.name for f in fields(StageCosts))
+            raise SpecError(f"costs of stage {name!r}: unknown {', '.join(sorted(unknown))}; known are {known}")
+        made[name] = StageCosts(**costs)
+    return made
+
+
+def _not_negative(_: Any, attribute: Any, value: float | None) -> None:
+    if value is not None and not value >= 0:
+        raise SpecError(f"costs: {attribute.name} must not be negative, got {value!r}")
+
+
+@frozen
+class Costs:
+    """Durations per task kind and stage, hand-over costs, sizes.
+
+    Args:
+        forward, backward_input, backward_weight: of one stage and one microbatch; a whole BACKWARD costs
+            input + weight.
+        recompute: as ``forward`` unless given.
+        update: of one UPDATE.
+        latency: delays the arrival of every copy and occupies no lane.
+        bandwidth: bytes per unit of time on the copy lanes; None: no transfer time.
+        stages: per stage name a mapping or :class:`StageCosts` that overrides the defaults.
+        values: bytes per value name (``"enc1"``, ``"enc1[0]"``).
+        unit: the unit of time, for titles and tables.
+    """
+
+    forward: float = field(default=1.0, validator=_not_negative)
+    backward_input: float = field(default=1.0, validator=_not_negative)
+    backward_weight: float = field(default=1.0, validator=_not_negative)
+    recompute: float | None = field(default=None, validator=_not_negative)
+    update: float = field(default=0.0, validator=_not_negative)
+    latency: float = field(default=0.0, validator=_not_negative)
+    bandwidth: float | None = None
+    stages: dict[str, StageCosts] = field(factory=dict, converter=_stage_costs)
+    values: dict[str, int] = field(factory=dict, converter=dict)
+    unit: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise SpecError(f"costs: bandwidth must be positive, got {self.bandwidth!r}")
+
+    def duration(self, kind: Kind, stage: str) -> float:
+        """How long one task of ``kind`` takes in the stage named ``stage`` (COPY: see :meth:`transfer`)."""
+        own = self.stages.get(stage, _NONE)
+
+        def pick(name: str) -> float:
+            value = getattr(own, name)
+            return float(getattr(self, name) if value is None else value)
+
+        if kind is Kind.FORWARD:
+            return pick("forward")
+        if kind is Kind.RECOMPUTE:
+            given = own.recompute if own.recompute is not None else self.recompute
+            return pick("forward") if given is None else float(given)
+        if kind is Kind.BACKWARD:
+            return pick("backward_input") + pick("backward_weight")
+        if kind is Kind.BACKWARD_INPUT:
+            return pick("backward_input")
+        if kind is Kind.BACKWARD_WEIGHT:
+            return pick("backward_weight")
+        if kind is Kind.UPDATE:
+            return pick("update")
+        return 0.0
+
+    def check(self, graph: Graph) -> None:
+        """Raise SpecError when costs name a stage or value that ``graph`` has not."""
+        stages, values = {s.name for s in graph.stages}, {v.name for v in graph.values}
+        wrong = [f"stage {name!r}" for name in self.stages if name not in stages]
+        wrong += [f"value {name!r}" for name in self.values if name not in values]
+        if wrong:
+            raise SpecError(
+                f"costs name what pipeline {graph.name!r} has not: {', '.join(wrong)}; "
+                f"its stages are {', '.join(sorted(stages))}"
+            )
+
+    def activation_bytes(self, stage: str) -> int | None:
+        return self.stages.get(stage, _NONE).activation_bytes
+
+    def weight_bytes(self, stage: str) -> int | None:
+        return self.stages.get(stage, _NONE).weight_bytes
+
+    def value_bytes(self, value: str, producer: str) -> int | None:
+        if value in self.values:
+            return self.values[value]
+        return self.stages.get(producer, _NONE).output_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def with_stages(self, stages: Mapping[str, StageCosts]) -> Costs:
+        return evolve(self, stages=dict(self.stages) | dict(stages))
+
+
+_NONE = StageCosts()
+UNIT = Costs()
+
+
+@frozen
+class Activations:
+    """A memory limit counted in activations, in shares: see :func:`activations`."""
+
+    shares: float
+
+
+def activations(shares: float) -> Activations:
+    """A memory limit of ``shares`` activations per device; one share is all that one device saves for one
+    microbatch."""
+    if not shares > 0:
+        raise SpecError(f"activations: the limit must be positive, got {shares!r}")
+    return Activations(shares)

@@ -1,0 +1,317 @@
+"""The declaration language: a few lines of Python become a :class:`~pipec.spec.Spec`.
+
+Mistakes are collected with the line that made them and raised together when the spec is asked for, so that a
+script is mended once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from attrs import field, frozen
+
+from pipec.errors import Location, Problem, caller, raise_all
+from pipec.spec import REDUCTIONS, InputSpec, LossSpec, OutputSpec, Ref, Spec, StageSpec, read_by
+from pipec.tree import flatten, show_path, unflatten
+
+
+@frozen(eq=False)
+class Value:
+    """What flows on an edge: an input, a stage's result, or a part of it (``v[0]``, ``v["h"]``)."""
+
+    pipeline: Pipeline
+    ref: Ref
+    outputs: int | None = None
+
+    def __getitem__(self, key: Any) -> Value:
+        if self.outputs is not None and isinstance(key, int) and not -self.outputs <= key < self.outputs:
+            self.pipeline._problem(f"{self}[{key}]: the stage was declared with outputs={self.outputs}")
+        if isinstance(key, int) and key < 0 and self.outputs is not None:
+            key += self.outputs
+        return Value(self.pipeline, Ref(self.ref.source, self.ref.index, (*self.ref.path, key)))
+
+    def __iter__(self) -> Iterator[Value]:
+        if self.outputs is None:
+            self.pipeline._problem(f"{self} is unpacked: declare the stage with outputs=n to unpack its result")
+            return iter((self, self))
+        return (self[index] for index in range(self.outputs))
+
+    def __len__(self) -> int:
+        return self.outputs or 0
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"{self.pipeline._source_name(self.ref)}{show_path(self.ref.path)}"
+
+
+@frozen(eq=False)
+class Skip:
+    """A value marked as a skip edge where it is read."""
+
+    value: Any
+    location: Location | None = None
+
+
+def skip(value: Any) -> Any:
+    """Mark a value as a skip edge: drawn dashed, carried straight from its producer to the reader's device.
+
+    Any value may be read by any later stage with or without the mark; it changes no number.
+    """
+    return Skip(value, caller())
+
+
+class Pipeline:
+    """A pipeline being declared.
+
+    >>> net = Pipeline("net")
+    >>> x = net.input("x")
+    >>> h = net.stage("first", None, x)
+    >>> net.output(net.stage("second", None, h))
+    """
+
+    def __init__(self, name: str = "pipeline") -> None:
+        self.name = str(name)
+        self._inputs: list[InputSpec] = []
+        self._stages: list[StageSpec] = []
+        self._outputs: list[OutputSpec] = []
+        self._losses: list[LossSpec] = []
+        self._problems: list[Problem] = []
+        self._location = caller()
+        self._spec: Spec | None = None
+
+    def input(self, name: str, *, split: int | None = 0) -> Value:
+        """Declare an input; ``split`` is the dimension cut into microbatches, None: the same for all of them."""
+        self._check_name("input", name, [i.name for i in self._inputs])
+        if split is not None and (isinstance(split, bool) or not isinstance(split, int)):
+            self._problem(f"input {name!r}: split must be a dimension or None, got {split!r}")
+        self._inputs.append(InputSpec(name, split, caller()))
+        return self._value("input", len(self._inputs) - 1)
+
+    def stage(
+        self,
+        stage_name: str,
+        fn: Callable[..., Any] | None,
+        *args: Any,
+        params: Any = None,
+        outputs: int | None = None,
+        device: int | None = None,
+        **kwargs: Any,
+    ) -> Value:
+        """Declare a stage and return its result.
+
+        ``fn`` is a module, a function, or None for a placeholder that can be compiled, simulated and drawn.
+        With ``params`` (a pytree of tensors) it is called as ``fn(params, *args, **kwargs)``. Arguments are
+        values of this pipeline, containers of them, or constants. ``outputs=n`` lets the result be unpacked;
+        ``device`` is a logical device index.
+        """
+        location = caller()
+        self._check_name("stage", stage_name, [s.name for s in self._stages])
+        if isinstance(fn, type):
+            self._problem(f"stage {stage_name!r}: got the class {fn.__name__}; pass an instance, {fn.__name__}(...)")
+        elif fn is not None and not callable(fn):
+            self._problem(f"stage {stage_name!r}: expected a module, a function or None, got {_brief(fn)}")
+        if outputs is not None and (not isinstance(outputs, int) or outputs < 1):
+            self._problem(f"stage {stage_name!r}: outputs must be a positive number, got {outputs!r}")
+            outputs = None
+        if device is not None and (isinstance(device, bool) or not isinstance(device, int) or device < 0):
+            self._problem(f"stage {stage_name!r}: device is a logical index 0, 1, ..., got {device!r}")
+            device = None
+        skips: set[Ref] = set()
+        filled = self._template(f"stage {stage_name!r}", (args, kwargs), skips)
+        if not any(isinstance(leaf, Ref) for leaf in flatten(filled)[0]):
+            self._problem(f"stage {stage_name!r} reads no value: pass an input or another stage's result")
+        self._check_call(f"stage {stage_name!r}", fn, ((None,) if params is not None else ()) + args, kwargs)
+        self._stages.append(
+            StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), location)
+        )
+        self._spec = None
+        return self._value("stage", len(self._stages) - 1, outputs)
+
+    def output(self, value: Any, name: str | None = None, *, dim: int | None = 0) -> None:
+        """Hand a value back from every step; microbatches are joined along ``dim``, None keeps a list."""
+        location = caller()
+        ref = self._ref("output", value)
+        if ref is None:
+            return
+        if ref.source == "input":
+            self._problem(f"output {value!r} is an input of the pipeline; only what a stage returns can be an output")
+            return
+        name = repr(value) if name is None else name
+        self._check_name("output", name, [o.name for o in self._outputs])
+        self._outputs.append(OutputSpec(name, ref, dim, location))
+        self._spec = None
+
+    def loss(
+        self,
+        loss_name: str,
+        fn: Callable[..., Any] | None,
+        *args: Any,
+        reduction: str | None = None,
+        count: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Declare a loss; several are added up.
+
+        ``reduction="mean"`` (the default): ``fn`` averages over the rows of a microbatch, which then counts
+        rows/all rows, so that the result does not depend on the number of microbatches. ``"sum"``: ``fn`` sums.
+        ``count``: ``fn`` sums and the sum is divided by ``count`` of the whole minibatch, a function of the
+        pipeline's inputs by name (tokens that are not ignored, say).
+        """
+        location = caller()
+        what = f"loss {loss_name!r}"
+        self._check_name("loss", loss_name, [item.name for item in self._losses])
+        if fn is not None and not callable(fn):
+            self._problem(f"{what}: expected a function or a module, got {_brief(fn)}")
+        if reduction is None:
+            reduction = "mean" if count is None else "sum"
+        if reduction not in REDUCTIONS:
+            self._problem(f"{what}: reduction must be 'mean' or 'sum', got {reduction!r}")
+        elif count is not None and reduction == "mean":
+            self._problem(f"{what}: with count= the loss must be a sum; drop reduction='mean'")
+        if count is not None:
+            self._check_count(what, count)
+        filled = self._template(what, (args, kwargs), set())
+        stages = [r.index for r in flatten(filled)[0] if isinstance(r, Ref) and r.source == "stage"]
+        if not stages:
+            self._problem(f"{what} reads no stage: pass a stage's result")
+            return
+        self._check_call(what, fn, args, kwargs)
+        self._losses.append(LossSpec(loss_name, fn, filled[0], filled[1], reduction, count, max(stages), location))
+        self._spec = None
+
+    @property
+    def spec(self) -> Spec:
+        """The frozen spec.
+
+        Raises:
+            SpecError: listing every problem of the declaration.
+        """
+        if self._spec is None:
+            problems = list(self._problems)
+            if not self._stages:
+                message = "it has no stage; add one with stage(name, module, value)"
+                raise_all(f"pipeline {self.name!r}", [*problems, Problem(message, self._location)])
+            raise_all(f"pipeline {self.name!r}", problems + self._unread())
+            self._spec = Spec(
+                self.name, tuple(self._inputs), tuple(self._stages), tuple(self._outputs), tuple(self._losses)
+            )
+        return self._spec
+
+    # -- checks ---------------------------------------------------------------------------------------------
+
+    def _problem(self, message: str) -> None:
+        self._problems.append(Problem(message, caller()))
+
+    def _check_name(self, what: str, name: Any, taken: list[str]) -> None:
+        if not isinstance(name, str) or not name:
+            self._problem(f"{what}: a name is a non-empty string, got {name!r}")
+        elif name in taken:
+            self._problem(f"{what} {name!r} is declared twice; give each {what} a name of its own")
+
+    def _check_call(self, what: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        target = getattr(fn, "forward", fn)
+        if fn is None or isinstance(fn, type) or not callable(fn):
+            return
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError):  # builtins without a signature
+            return
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = getattr(fn, "__name__", type(fn).__name__)
+            self._problem(f"{what}: {name}{signature} cannot be called so: {error}")
+
+    def _check_count(self, what: str, count: Any) -> None:
+        if not callable(count):
+            self._problem(f"{what}: count must be a function of the pipeline's inputs, got {_brief(count)}")
+            return
+        known = [i.name for i in self._inputs]
+        for name, parameter in inspect.signature(count).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD and name not in known:
+                self._problem(f"{what}: count takes {name!r}, which is no input; the inputs are {', '.join(known)}")
+
+    def _unread(self) -> list[Problem]:
+        draft = [s for s in self._stages if any(True for _ in s.refs())]
+        used = {ref for stage in draft for ref in stage.refs()}
+        used |= {ref for loss in self._losses for ref in loss.refs()} | {out.ref for out in self._outputs}
+        sources = {(ref.source, ref.index) for ref in used}
+        problems = [
+            Problem(f"input {item.name!r} is never read; pass it to a stage or a loss, or remove it", item.location)
+            for index, item in enumerate(self._inputs)
+            if ("input", index) not in sources
+        ]
+        for index, stage in enumerate(self._stages):
+            if ("stage", index) not in sources:
+                problems.append(
+                    Problem(f"stage {stage.name!r}: nothing reads its value; pass it to a stage or a loss, "
+                            "declare it with output(...), or remove the stage", stage.location)
+                )
+        return problems
+
+    # -- values ---------------------------------------------------------------------------------------------
+
+    def _value(self, source: str, index: int, outputs: int | None = None) -> Value:
+        self._spec = None
+        return Value(self, Ref(source, index), outputs)
+
+    def _source_name(self, ref: Ref) -> str:
+        items: list[Any] = self._inputs if ref.source == "input" else self._stages
+        return str(items[ref.index].name)
+
+    def _template(self, what: str, call: Any, skips: set[Ref]) -> Any:
+        leaves, layout = flatten(call)
+        filled = []
+        for leaf in leaves:
+            if isinstance(leaf, Skip):
+                ref = self._ref(f"{what}: skip", leaf.value)
+                if ref is not None:
+                    skips.add(ref)
+                    filled.append(ref)
+            elif isinstance(leaf, Value):
+                ref = self._ref(what, leaf)
+                if ref is not None:
+                    filled.append(ref)
+            else:
+                filled.append(leaf)
+        return unflatten(layout, filled) if len(filled) == len(leaves) else call
+
+    def _ref(self, what: str, value: Any) -> Ref | None:
+        if isinstance(value, Skip):
+            value = value.value
+        if isinstance(value, str):
+            hint = f"; pass the value that stage({value!r}, ...) returned" if self._is_stage(value) else ""
+            self._problem(f"{what}: expected a value of this pipeline, got the string {value!r}{hint}")
+        elif not isinstance(value, Value):
+            self._problem(f"{what}: expected what input(...) or stage(...) returned, got {_brief(value)}")
+        elif value.pipeline is not self:
+            self._problem(f"{what}: {value} belongs to another pipeline, {value.pipeline.name!r}")
+        else:
+            return value.ref
+        return None
+
+    def _is_stage(self, name: str) -> bool:
+        return any(stage.name == name for stage in self._stages)
+
+
+def chain(stages: int, name: str = "chain") -> Pipeline:
+    """A pipeline of ``stages`` placeholders in a row with a loss at its end: for plans without any module."""
+    pipeline = Pipeline(name)
+    value = pipeline.input("x")
+    for index in range(stages):
+        value = pipeline.stage(f"s{index}", None, value)
+    if stages:
+        pipeline.loss("loss", None, value)
+    return pipeline
+
+
+def _brief(value: Any) -> str:
+    text = repr(value).split("\n")[0]
+    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
+
+
+__all__ = ["Pipeline", "Skip", "Value", "chain", "field", "read_by", "skip"]

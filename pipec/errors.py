@@ -1,0 +1,89 @@
+"""Every error pipec raises, and where in the user's script its cause stands.
+
+Problems of one spec or one plan are collected and raised together: a user mends all of them in one pass.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+
+from attrs import field, frozen
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class PipecError(Exception):
+    """Base of every error raised by pipec itself (a stage's own exception keeps its own type)."""
+
+
+class SpecError(PipecError):
+    """The pipeline as declared cannot be compiled; the message lists every problem found."""
+
+
+class ScheduleError(PipecError):
+    """A schedule cannot serve this pipeline, number of devices or number of microbatches."""
+
+
+class PlanError(PipecError):
+    """A plan breaks an invariant, cannot be parsed, or deadlocks."""
+
+
+class RunError(PipecError):
+    """A batch, an optimizer or a device does not fit the plan, or a run was used in a way it cannot serve."""
+
+
+class RenderError(PipecError):
+    """A picture could not be made."""
+
+
+@frozen
+class Location:
+    """A line of the user's script."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+
+def caller() -> Location | None:
+    """The innermost stack frame outside pipec: the line a declaration was written on."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not os.path.abspath(name).startswith(_PACKAGE):
+            return Location(name, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@frozen
+class Problem:
+    """One thing that is wrong, and the line that declared it."""
+
+    message: str
+    location: Location | None = field(default=None, eq=False)
+
+    def __str__(self) -> str:
+        if self.location is None:
+            return self.message
+        source = self.location.source
+        where = f"{self.location}" + (f": {source}" if source else "")
+        return f"{self.message}\n      at {where}"
+
+
+def raise_all(what: str, problems: list[Problem], kind: type[PipecError] = SpecError) -> None:
+    """Raise ``kind`` listing every problem, or return when there is none."""
+    if not problems:
+        return
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"{what}: {count}"]
+    lines += [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
+    raise kind("\n".join(lines))

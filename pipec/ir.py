@@ -1,0 +1,357 @@
+"""The plan: every task of every device in order, with what it waits for and what it frees.
+
+A plan of half a million tasks is a handful of numpy columns. ``plan.tasks`` is a lazy view that makes frozen
+:class:`Task` values only where somebody looks. Task ids are rows of the table and, in every compiled plan, a
+topological order: what a task waits for has a smaller id, and each lane is ascending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, fields, frozen
+
+from pipec.spec import Graph
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipec.costs import Costs
+    from pipec.simulate import Timeline
+
+Column = npt.NDArray[np.int32]
+
+
+class Kind(IntEnum):
+    """What a task does."""
+
+    FORWARD = 0
+    RECOMPUTE = 1
+    BACKWARD = 2
+    BACKWARD_INPUT = 3
+    BACKWARD_WEIGHT = 4
+    COPY = 5
+    REDUCE = 6
+    UPDATE = 7
+
+    @property
+    def letter(self) -> str:
+        return "FRBIWCGU"[self]
+
+
+LETTERS = {kind.letter: kind for kind in Kind}
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+class Lane(IntEnum):
+    """The in-order queues of a device."""
+
+    COMPUTE = 0
+    OUT = 1
+    IN = 2
+
+
+class Buffer(IntEnum):
+    """What a live buffer holds."""
+
+    ACTIVATION = 0  # saved by a stage's FORWARD or RECOMPUTE for its backward
+    VALUE = 1  # a value, at its producer or at a reader's device
+    GRADIENT = 2  # gradients of a value, at a reader's device or back at its producer
+
+    @property
+    def letter(self) -> str:
+        return ("a", "v", "dv")[self]
+
+
+@frozen
+class Chunk:
+    """Stages on one device that a schedule orders as one unit."""
+
+    index: int
+    device: int
+    stages: tuple[int, ...]
+
+
+@frozen
+class Task:
+    """One entry of a device's list.
+
+    ``stage`` is the producer's for a COPY and -1 for an UPDATE of all stages; ``microbatch`` is the minibatch's
+    number for an UPDATE. A COPY carries ``value`` (or its gradient) from ``device`` to ``peer``.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    replica: int = 0
+    slice: int = 0
+    version: int = 0
+    group: int = 0
+    device: int = 0
+    peer: int = -1
+    value: int = -1
+    gradient: bool = False
+
+    @property
+    def item(self) -> str:
+        """The microbatch with slice and replica where there are any: ``3``, ``3.1``, ``3~1``."""
+        slice_ = f".{self.slice}" if self.slice else ""
+        replica = f"~{self.replica}" if self.replica else ""
+        return f"{self.microbatch}{slice_}{replica}"
+
+    def __str__(self) -> str:
+        if self.kind is Kind.COPY:
+            return f"{'d' if self.gradient else ''}v{self.value}[{self.item}]:{self.device}>{self.peer}"
+        return f"{self.stage if self.stage >= 0 else ''}{self.kind.letter}{self.item}"
+
+
+def _column(value: Any) -> Column:
+    array = np.ascontiguousarray(value, dtype=np.int32)
+    array.setflags(write=False)
+    return array
+
+
+@frozen(eq=False)
+class Table:
+    """Tasks as columns; row i is task i. All columns have the same length."""
+
+    kind: Column = field(converter=_column)
+    stage: Column = field(converter=_column)
+    replica: Column = field(converter=_column)
+    microbatch: Column = field(converter=_column)
+    slice: Column = field(converter=_column)
+    version: Column = field(converter=_column)
+    group: Column = field(converter=_column)
+    device: Column = field(converter=_column)
+    peer: Column = field(converter=_column)
+    value: Column = field(converter=_column)
+    gradient: Column = field(converter=_column)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def task(self, index: int) -> Task:
+        row = [int(getattr(self, name)[index]) for name in TABLE_COLUMNS]
+        return Task(**dict(zip(TABLE_COLUMNS, row, strict=True)) | {  # type: ignore[arg-type]
+            "kind": Kind(row[0]), "gradient": bool(row[-1])})
+
+    def take(self, rows: npt.NDArray[Any]) -> Table:
+        return Table(*(getattr(self, name)[rows] for name in TABLE_COLUMNS))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in TABLE_COLUMNS
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+TABLE_COLUMNS = tuple(f.name for f in fields(Table))
+
+
+def make_table(size: int, **columns: Any) -> Table:
+    """A table of ``size`` tasks; columns not given hold their default (0, or -1 for peer and value)."""
+    defaults = {"peer": -1, "value": -1}
+    return Table(*(
+        np.broadcast_to(np.asarray(columns.get(name, defaults.get(name, 0)), dtype=np.int32), (size,))
+        for name in TABLE_COLUMNS
+    ))
+
+
+def concat_tables(tables: Sequence[Table]) -> Table:
+    """The rows of all tables in a row."""
+    return Table(*(np.concatenate([getattr(t, name) for t in tables]) for name in TABLE_COLUMNS))
+
+
+@frozen(eq=False)
+class Buffers:
+    """Live ranges as columns: a buffer comes to life in task ``writer`` and is freed when ``free`` has ended.
+
+    ``ref`` is a stage for an activation and a value otherwise. Every other reader of the buffer, on any lane,
+    ends before ``free`` does.
+    """
+
+    kind: Column = field(converter=_column)
+    ref: Column = field(converter=_column)
+    replica: Column = field(converter=_column)
+    microbatch: Column = field(converter=_column)
+    slice: Column = field(converter=_column)
+    device: Column = field(converter=_column)
+    writer: Column = field(converter=_column)
+    free: Column = field(converter=_column)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def token(self, index: int) -> str:
+        slice_, replica = int(self.slice[index]), int(self.replica[index])
+        item = f"{self.microbatch[index]}" + (f".{slice_}" if slice_ else "") + (f"~{replica}" if replica else "")
+        return f"{Buffer(self.kind[index]).letter}{self.ref[index]}[{item}]"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Buffers) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in BUFFER_COLUMNS
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+BUFFER_COLUMNS = tuple(f.name for f in fields(Buffers))
+
+
+@frozen(eq=False)
+class Waits:
+    """Per task the tasks on other lanes that must have ended first: ``ids[start[i]:start[i + 1]]``."""
+
+    start: Column = field(converter=_column)
+    ids: Column = field(converter=_column)
+
+    def of(self, task: int) -> Column:
+        return self.ids[self.start[task] : self.start[task + 1]]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Waits)
+            and np.array_equal(self.start, other.start)
+            and np.array_equal(self.ids, other.ids)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class TaskView(Sequence[Task]):
+    """A device's tasks, made when looked at."""
+
+    def __init__(self, table: Table, ids: Column) -> None:
+        self._table, self.ids = table, ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return TaskView(self._table, self.ids[index])
+        return self._table.task(int(self.ids[index]))
+
+    def __iter__(self) -> Iterator[Task]:
+        return (self._table.task(int(i)) for i in self.ids)
+
+    def __repr__(self) -> str:
+        return f"({' '.join(map(str, self[:8]))}{' ...' if len(self) > 8 else ''})"
+
+
+Lanes = tuple[Column, Column, Column]
+
+
+@frozen(eq=False)
+class Plan:
+    """A compiled pipeline: what every device does, in order. See :func:`pipec.compile`."""
+
+    graph: Graph
+    chunks: tuple[Chunk, ...]
+    devices: int
+    microbatches: int
+    schedule: str
+    recompute: str
+    update: str | None
+    table: Table
+    lanes: tuple[Lanes, ...]
+    waits: Waits
+    buffers: Buffers
+    replicas: int = 1
+    slices: int = 1
+    costs: Costs | None = None
+
+    @property
+    def training(self) -> bool:
+        """False for a plan of forwards only."""
+        return bool(np.isin(self.table.kind, BACKWARDS).any())
+
+    @property
+    def tasks(self) -> tuple[TaskView, ...]:
+        """Per device its tasks of all lanes in the order they are issued."""
+        return tuple(TaskView(self.table, self.issue_order(d)) for d in range(self.devices))
+
+    def compute(self, device: int) -> TaskView:
+        """A device's compute tasks in order."""
+        return TaskView(self.table, self.lanes[device][Lane.COMPUTE])
+
+    def issue_order(self, device: int) -> Column:
+        """Ids of a device's tasks on all lanes, in one order that keeps every lane's own."""
+        return _column(np.unique(np.concatenate(self.lanes[device])))
+
+    def stage_device(self, stage: int) -> int:
+        return next(chunk.device for chunk in self.chunks if stage in chunk.stages)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        plain = ("graph", "chunks", "devices", "microbatches", "schedule", "recompute", "update", "table", "waits",
+                 "buffers", "replicas", "slices")
+        return all(getattr(self, name) == getattr(other, name) for name in plain) and all(
+            np.array_equal(a, b)
+            for mine, theirs in zip(self.lanes, other.lanes, strict=True)
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        from pipec.text import format_plan
+
+        return format_plan(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.graph.name!r}: {self.schedule}, {self.devices} devices, {self.microbatches} microbatches, "
+            f"{len(self.graph.stages)} stages, {len(self)} tasks>"
+        )
+
+    def verify(self, memory_limit: float | None = None) -> None:
+        """Prove the invariants of this plan again. Raises PlanError naming each that is broken."""
+        from pipec.verify import verify
+
+        verify(self, memory_limit=memory_limit)
+
+    def simulate(self, costs: Costs | None = None) -> Timeline:
+        """When every task runs under ``costs`` (by default those it was compiled with, else one unit each)."""
+        from pipec.simulate import simulate
+
+        return simulate(self, costs)
+
+    def draw(self, path: str | Path | None = None, **options: Any) -> Any:
+        """Draw the simulated timeline, or with ``graph="stages"``/``"tasks"`` a dependency graph. See pipec.draw."""
+        from pipec.render import draw_plan
+
+        return draw_plan(self, path, **options)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        from pipec.text import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan written by :meth:`save`."""
+        from pipec.text import load
+
+        return load(path)
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """The plan whose ``str`` is ``text``."""
+        from pipec.text import parse_plan
+
+        return parse_plan(text)

@@ -1,0 +1,118 @@
+"""The value that passes hand on: tasks so far, in order, and where to find each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from pipec.ir import BACKWARDS, Chunk, Column, Kind, Table
+from pipec.spec import Graph
+
+Pairs = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # (task, task it needs), row by row
+NO_PAIRS: Pairs = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@frozen(eq=False)
+class Draft:
+    """A plan being built. Rows of ``table`` are in device order first, in one global order after linearise."""
+
+    graph: Graph
+    chunks: tuple[Chunk, ...]
+    devices: int
+    microbatches: int
+    schedule: str
+    table: Table
+    recompute: str = "never"
+    update: str | None = None
+    replicas: int = 1
+    slices: int = 1
+
+    @property
+    def stage_devices(self) -> npt.NDArray[np.int32]:
+        devices = np.full(len(self.graph.stages), -1, np.int32)
+        for chunk in self.chunks:
+            devices[list(chunk.stages)] = chunk.device
+        return devices
+
+    def __str__(self) -> str:
+        """The compute tasks of every device in the order of the rows."""
+        rows = []
+        for device in range(self.devices):
+            ids = np.flatnonzero((self.table.device == device) & (self.table.kind != Kind.COPY))
+            rows.append(f"device {device}: " + " ".join(str(self.table.task(int(i))) for i in ids))
+        return "\n".join(rows)
+
+
+class Index:
+    """Row numbers by kind, stage and item (microbatch, slice and replica as one number); -1 where there is none."""
+
+    def __init__(self, table: Table, stages: int, microbatches: int, slices: int = 1, replicas: int = 1) -> None:
+        self.items = microbatches * slices * replicas
+        self.rows = np.full((len(Kind), stages, self.items), -1, np.int64)
+        ids = np.flatnonzero((table.kind != Kind.COPY) & (table.kind != Kind.UPDATE))
+        item = (table.replica[ids] * slices + table.slice[ids]) * microbatches + table.microbatch[ids]
+        self.rows[table.kind[ids], table.stage[ids], item] = ids
+
+    def of(self, kind: Kind, stage: int) -> npt.NDArray[np.int64]:
+        """Rows of ``kind`` of a stage by item, shape (items,)."""
+        return self.rows[kind, stage]
+
+    def input_backward(self, stage: int) -> npt.NDArray[np.int64]:
+        """The tasks that make a stage's input gradients: BACKWARD or BACKWARD_INPUT."""
+        whole = self.of(Kind.BACKWARD, stage)
+        return np.where(whole >= 0, whole, self.of(Kind.BACKWARD_INPUT, stage))
+
+    def last_backward(self, stage: int) -> npt.NDArray[np.int64]:
+        """The last task of each backward: BACKWARD, or the later half of a split one."""
+        return np.maximum.reduce([self.of(kind, stage) for kind in BACKWARDS])
+
+    def last_use(self, stage: int) -> npt.NDArray[np.int64]:
+        """When a stage no longer needs what it read: after its input gradients, or its forward without any."""
+        backward = self.input_backward(stage)
+        return np.where(backward >= 0, backward, self.of(Kind.FORWARD, stage))
+
+
+def index_of(draft: Draft) -> Index:
+    return Index(draft.table, len(draft.graph.stages), draft.microbatches, draft.slices, draft.replicas)
+
+
+def pairs(task: npt.NDArray[Any], needs: npt.NDArray[Any]) -> Pairs:
+    """The pairs of both columns where both tasks exist."""
+    there = (task >= 0) & (needs >= 0)
+    return task[there], needs[there]
+
+
+def join(parts: list[Pairs]) -> Pairs:
+    if not parts:
+        return NO_PAIRS
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+
+def to_csr(given: Pairs, size: int) -> tuple[Column, Column]:
+    """Pairs grouped by task, sorted, without duplicates: ``needs[start[i]:start[i + 1]]``."""
+    task, needs = given
+    if len(task):
+        key = np.unique(task.astype(np.int64) * size + needs)
+        task, needs = key // size, key % size
+    start = np.zeros(size + 1, np.int32)
+    np.cumsum(np.bincount(task, minlength=size), out=start[1:])
+    return start, needs.astype(np.int32)
+
+
+def data_edges(graph: Graph, index: Index) -> Pairs:
+    """What each compute task needs of others: inputs for a forward, gradients for a backward."""
+    parts = []
+    for number, stage in enumerate(graph.stages):
+        forward, recompute = index.of(Kind.FORWARD, number), index.of(Kind.RECOMPUTE, number)
+        backward, weight = index.input_backward(number), index.of(Kind.BACKWARD_WEIGHT, number)
+        for producer in {graph.values[v].producer for v in stage.reads}:
+            parts.append(pairs(forward, index.of(Kind.FORWARD, producer)))
+        parts.append(pairs(recompute, forward))
+        parts.append(pairs(backward, np.where(recompute >= 0, recompute, forward)))
+        parts.append(pairs(weight, backward))
+        for reader in {r for v in stage.gives for r in graph.gradient_readers(v)}:
+            parts.append(pairs(backward, index.input_backward(reader)))
+    return join(parts)

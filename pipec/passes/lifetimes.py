@@ -1,0 +1,169 @@
+"""Lifetimes, lanes and waits: when each buffer is written and freed, and what must have ended before a task.
+
+Every buffer has one free point, the last of its readers in the global order; where that task is on another lane
+than an earlier reader, it waits for that reader. So no allocator needs to be told about other lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from pipec.ir import BUFFER_COLUMNS, BACKWARDS, Buffer, Buffers, Kind, Lane, Lanes, Table, Waits
+from pipec.passes.draft import Draft, Index, Pairs, index_of, join, pairs, to_csr
+
+Rows = npt.NDArray[np.int64]
+
+
+@frozen(eq=False)
+class Copies:
+    """Rows of COPY tasks by (value, gradient, device, peer), each of shape (items,); -1 where there is none."""
+
+    rows: dict[tuple[int, int, int, int], Rows]
+
+    @staticmethod
+    def of(draft: Draft, items: int) -> Copies:
+        table = draft.table
+        ids = np.flatnonzero(table.kind == Kind.COPY)
+        found: dict[tuple[int, int, int, int], Rows] = {}
+        if not len(ids):
+            return Copies(found)
+        columns = np.stack([table.value[ids], table.gradient[ids], table.device[ids], table.peer[ids]], axis=1)
+        routes, which = np.unique(columns, axis=0, return_inverse=True)
+        item = (table.replica[ids] * draft.slices + table.slice[ids]) * draft.microbatches + table.microbatch[ids]
+        order = np.argsort(which, kind="stable")
+        bounds = np.searchsorted(which[order], np.arange(len(routes) + 1))
+        for number, route in enumerate(routes):
+            own = order[bounds[number] : bounds[number + 1]]
+            rows = np.full(items, -1, np.int64)
+            rows[item[own]] = ids[own]
+            found[tuple(int(part) for part in route)] = rows  # type: ignore[index]
+        return Copies(found)
+
+    def sent(self, value: int, gradient: bool, device: int) -> list[Rows]:
+        return [r for (v, g, d, _), r in self.rows.items() if (v, g, d) == (value, gradient, device)]
+
+
+def lanes_of(table: Table, devices: int) -> tuple[Lanes, ...]:
+    """Per device its compute, copy-out and copy-in lane: task ids in ascending order."""
+    copy = table.kind == Kind.COPY
+    made = []
+    for device in range(devices):
+        own = table.device == device
+        made.append((
+            np.flatnonzero(own & ~copy).astype(np.int32),
+            np.flatnonzero(own & copy).astype(np.int32),
+            np.flatnonzero((table.peer == device) & copy).astype(np.int32),
+        ))
+    return tuple(made)
+
+
+def lifetimes(draft: Draft) -> tuple[tuple[Lanes, ...], Waits, Buffers]:
+    """Lanes, waits and buffers of a linearised draft with all its tasks."""
+    index = index_of(draft)
+    sent = Copies.of(draft, index.items)
+    buffers, holds = _buffers(draft, index, sent)
+    waits = join([*_data_waits(draft, index, sent), *_update_waits(draft), *holds])
+    start, ids = to_csr(waits, len(draft.table))
+    return lanes_of(draft.table, draft.devices), Waits(start, ids), buffers
+
+
+def _least(rows: list[Rows]) -> Rows:
+    """Per item the smallest row that exists, -1 without any."""
+    stacked = np.stack(rows)
+    found = np.where(stacked >= 0, stacked, np.iinfo(np.int64).max).min(axis=0)
+    return np.where(found == np.iinfo(np.int64).max, -1, found)
+
+
+def _most(rows: list[Rows]) -> Rows:
+    return np.maximum.reduce(rows)
+
+
+def _data_waits(draft: Draft, index: Index, sent: Copies) -> list[Pairs]:
+    """A copy waits for what it carries; the first reader on its device waits for the copy."""
+    graph, devices = draft.graph, draft.stage_devices
+    parts = []
+    for (value, gradient, source, target), rows in sent.rows.items():
+        info = graph.values[value]
+        if gradient:
+            readers = [r for r in graph.gradient_readers(value) if devices[r] == source]
+            made = _most([index.input_backward(r) for r in readers])
+            first = index.input_backward(info.producer)
+        else:
+            made = index.of(Kind.FORWARD, info.producer)
+            first = _least([index.of(Kind.FORWARD, r) for r in info.readers if devices[r] == target])
+        parts += [pairs(rows, made), pairs(first, rows)]
+    return parts
+
+
+def _update_waits(draft: Draft) -> list[Pairs]:
+    """The first UPDATE of a device waits for the last backward of every other, unless updates come early."""
+    table = draft.table
+    backward = np.isin(table.kind, BACKWARDS)
+    ids = np.flatnonzero(table.kind == Kind.UPDATE)
+    if not len(ids) or not backward.any() or ids[0] < np.flatnonzero(backward)[-1]:
+        return []
+    last = {d: np.flatnonzero(backward & (table.device == d)) for d in range(draft.devices)}
+    parts = []
+    for device in range(draft.devices):
+        own = ids[table.device[ids] == device]
+        for other, rows in last.items():
+            if len(own) and other != device and len(rows):
+                parts.append((own[:1].astype(np.int64), rows[-1:]))
+    return parts
+
+
+def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pairs]]:
+    graph, devices = draft.graph, draft.stage_devices
+    item = np.arange(index.items)
+    identity = (item // (draft.microbatches * draft.slices), item % draft.microbatches,
+                item // draft.microbatches % draft.slices)
+    columns: list[list[Any]] = [[] for _ in BUFFER_COLUMNS]
+    holds: list[Pairs] = []
+
+    def add(kind: Buffer, ref: int, device: int, writer: Rows, free: Rows) -> None:
+        there = (writer >= 0) & (free >= 0)
+        replica, microbatch, slice_ = (part[there] for part in identity)
+        size = len(replica)
+        row = (np.full(size, kind), np.full(size, ref), replica, microbatch, slice_, np.full(size, device),
+               writer[there], free[there])
+        for column, part in zip(columns, row, strict=True):
+            column.append(part)
+
+    for stage, about in enumerate(graph.stages):
+        if about.backward:
+            forward, again = index.of(Kind.FORWARD, stage), index.of(Kind.RECOMPUTE, stage)
+            add(Buffer.ACTIVATION, stage, int(devices[stage]), np.where(again >= 0, again, forward),
+                index.last_backward(stage))
+    for value, info in enumerate(graph.values):
+        home = int(devices[info.producer])
+        forward, backward = index.of(Kind.FORWARD, info.producer), index.input_backward(info.producer)
+        local = [r for r in info.readers if devices[r] == home]
+        copied = sent.sent(value, False, home)
+        last_copy = _most(copied) if copied else np.full(index.items, -1)
+        if local:
+            last = _most([index.last_use(r) for r in local])
+            add(Buffer.VALUE, value, home, forward, last)
+            holds.append(pairs(last, last_copy))
+        elif copied:
+            add(Buffer.VALUE, value, home, forward, last_copy)
+        for target in sorted({int(devices[r]) for r in info.readers} - {home}):
+            own = [r for r in info.readers if devices[r] == target]
+            add(Buffer.VALUE, value, target, sent.rows[value, 0, home, target],
+                _most([index.last_use(r) for r in own]))
+        readers = graph.gradient_readers(value)
+        for source in sorted({int(devices[r]) for r in readers}):
+            made = _least([index.input_backward(r) for r in readers if devices[r] == source])
+            if source == home:
+                add(Buffer.GRADIENT, value, home, made, backward)
+            elif (value, 1, source, home) in sent.rows:
+                rows = sent.rows[value, 1, source, home]
+                add(Buffer.GRADIENT, value, source, made, rows)
+                add(Buffer.GRADIENT, value, home, rows, backward)
+    empty = np.empty(0, np.int32)
+    made_columns = [np.concatenate(column) if column else empty for column in columns]
+    order = np.lexsort((made_columns[1], made_columns[0], made_columns[6]))
+    return Buffers(*(column[order] for column in made_columns)), holds

@@ -1,0 +1,64 @@
+"""Recompute: a RECOMPUTE before the backward of every microbatch whose forward keeps nothing.
+
+The task needs only what the forward read, no gradient, so it runs while its device waits for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from attrs import evolve
+
+from pipec.errors import ScheduleError
+from pipec.ir import Kind, concat_tables
+from pipec.passes.draft import Draft, index_of
+
+MODES = ("never", "always", "except_last")
+
+
+def recompute(draft: Draft, mode: str | Mapping[str, str] = "never") -> Draft:
+    """Insert RECOMPUTE tasks.
+
+    Args:
+        mode: "never", "always", "except_last" (every microbatch but a stage's last one, whose backward follows at
+            once on the last stage), or a mapping from stage names to these, "never" for stages not named.
+
+    Raises:
+        ScheduleError: an unknown mode or stage.
+    """
+    modes = stage_modes(draft, mode)
+    index = index_of(draft)
+    tables, keys = [draft.table], [np.arange(len(draft.table)) * 2 + 1]
+    for number, own in enumerate(modes):
+        backward = index.input_backward(number)
+        if own == "except_last":
+            backward = backward[:-1]
+        rows = backward[backward >= 0]
+        if own == "never" or not len(rows):
+            continue
+        table = draft.table.take(rows)
+        tables.append(evolve(table, kind=np.full(len(rows), Kind.RECOMPUTE)))
+        keys.append(rows * 2)
+    joined = concat_tables(tables).take(np.argsort(np.concatenate(keys), kind="stable"))
+    return evolve(draft, table=joined, recompute=_text(mode))
+
+
+def stage_modes(draft: Draft, mode: Any) -> list[str]:
+    names = [stage.name for stage in draft.graph.stages]
+    if isinstance(mode, str):
+        given = dict.fromkeys(names, mode)
+    elif isinstance(mode, Mapping):
+        given = dict(mode)
+    else:
+        raise ScheduleError(f"recompute must be {', '.join(MODES)}, or a mapping from stage names, got {mode!r}")
+    wrong = [f"{name!r} is no stage" for name in given if name not in names]
+    wrong += [f"unknown mode {m!r}" for m in dict.fromkeys(given.values()) if m not in MODES]
+    if wrong:
+        raise ScheduleError(f"recompute: {'; '.join(wrong)}; modes are {', '.join(MODES)}")
+    return [given.get(name, "never") for name in names]
+
+
+def _text(mode: str | Mapping[str, str]) -> str:
+    return mode if isinstance(mode, str) else ",".join(f"{name}={own}" for name, own in mode.items()) or "never"

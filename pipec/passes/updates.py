@@ -1,0 +1,44 @@
+"""Updates: UPDATE tasks, and the weight version that every task reads."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import evolve
+
+from pipec.errors import ScheduleError
+from pipec.ir import Kind, concat_tables, make_table
+from pipec.passes.draft import Draft, index_of
+
+UPDATES = (None, "stage", "all")
+
+
+def updates(draft: Draft, update: str | None = None, early: bool = False) -> Draft:
+    """Append the UPDATE tasks of a synchronous plan, whose tasks all read version 0.
+
+    Args:
+        update: None (the script steps its own optimizer), "stage" (one UPDATE a stage), "all" (one for everything,
+            on device 0).
+        early: a stage updates right after its own last backward instead of after all of the step.
+
+    Raises:
+        ScheduleError: an unknown value, or ``early`` without ``update="stage"``.
+    """
+    if update not in UPDATES:
+        raise ScheduleError(f"update must be None, 'stage' or 'all', got {update!r}")
+    if early and update != "stage":
+        raise ScheduleError(f"update_early=True needs update='stage', got update={update!r}")
+    index, size = index_of(draft), len(draft.table)
+    last = np.asarray([
+        index.last_backward(s).max(initial=-1) for s in range(len(draft.graph.stages))
+    ])
+    stages = np.flatnonzero(last >= 0)
+    if update is None or not len(stages):
+        return draft
+    if update == "all":
+        table, keys = make_table(1, kind=Kind.UPDATE, stage=-1, device=0), np.asarray([size])
+    else:
+        devices = draft.stage_devices[stages]
+        table = make_table(len(stages), kind=Kind.UPDATE, stage=stages, device=devices)
+        keys = last[stages] if early else np.full(len(stages), size)
+    order = np.argsort(np.concatenate([np.arange(size), keys]), kind="stable")
+    return evolve(draft, table=concat_tables([draft.table, table]).take(order), update=update)

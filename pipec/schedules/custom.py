@@ -1,0 +1,63 @@
+"""A schedule written down as text: one row per device, tokens as in ``0F0 1F0 1B0``."""
+
+from __future__ import annotations
+
+import re
+
+from attrs import frozen
+
+from pipec.errors import ScheduleError
+from pipec.ir import LETTERS, Kind
+from pipec.schedules.base import Op, Order, Problem
+
+_TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@frozen
+class TextSchedule:
+    """The schedule that :func:`parse_schedule` read."""
+
+    rows: tuple[tuple[Op, ...], ...]
+    name: str = "text"
+    placement: str = "linear"
+
+    def order(self, problem: Problem) -> Order:
+        if len(self.rows) != problem.devices:
+            raise ScheduleError(
+                f"schedule {self.name!r} has {len(self.rows)} rows but the plan has {problem.devices} devices; "
+                "write one row per device"
+            )
+        return self.rows
+
+
+def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> TextSchedule:
+    """Read a schedule: one line per device, tokens ``{chunk}{F|B|I|W}{microbatch}`` separated by blanks or commas.
+
+    Lines that are empty or start with ``#`` are skipped; a line may start with ``device n:`` or ``n:``.
+
+    Raises:
+        ScheduleError: naming every token that cannot be read.
+    """
+    rows, problems = [], []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = re.sub(r"^\s*(device\s+)?\d+\s*:", "", line.split("#")[0]).strip()
+        if not line:
+            continue
+        row = []
+        for token in re.split(r"[\s,]+", line):
+            match = _TOKEN.fullmatch(token)
+            if match is None:
+                problems.append(f"line {number}: {token!r} is no task")
+            else:
+                row.append((int(LETTERS[match[2]]), int(match[1]), int(match[3])))
+        rows.append(tuple(row))
+    if problems:
+        raise ScheduleError(
+            f"schedule {name!r}: " + "; ".join(problems) + ". A task is written chunk, letter, microbatch: 0F3, 1B0"
+        )
+    return TextSchedule(tuple(rows), name, placement)
+
+
+def format_schedule(order: Order) -> str:
+    """The text that :func:`parse_schedule` reads back."""
+    return "\n".join(" ".join(f"{c}{Kind(k).letter}{m}" for k, c, m in row) for row in order)

@@ -1,0 +1,122 @@
+"""The simulator: when every task of a plan runs, and what lives meanwhile.
+
+Lanes are in-order queues; a task starts when its lane is free and all it waits for has ended (copies: has
+arrived). A COPY occupies the copy-out lane of its source and the copy-in lane of its target for bytes/bandwidth
+and arrives ``latency`` later; one without transfer time occupies no lane.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pipec.costs import Costs
+from pipec.errors import PlanError
+from pipec.ir import Buffer, Kind, Lane, Plan
+from pipec.timeline import Timeline
+
+Floats = npt.NDArray[np.float64]
+
+
+def durations(plan: Plan, costs: Costs) -> Floats:
+    """Per task how long it occupies its lane, shape (tasks,)."""
+    table, graph = plan.table, plan.graph
+    by_stage = np.zeros((len(Kind), len(graph.stages) + 1))
+    for number, stage in enumerate(graph.stages):
+        for kind in Kind:
+            by_stage[kind, number] = costs.duration(kind, stage.name)
+    trained = sorted({int(s) for s in table.stage[table.kind == Kind.BACKWARD]})
+    by_stage[Kind.UPDATE, -1] = sum(by_stage[Kind.UPDATE, s] for s in trained)  # an UPDATE of all stages
+    made = by_stage[table.kind, table.stage] / plan.slices
+    if costs.bandwidth is not None:
+        copies = np.flatnonzero(table.kind == Kind.COPY)
+        sizes = value_bytes(plan, costs)
+        missing = [v.name for v, size in zip(graph.values, sizes, strict=True) if size is None]
+        if missing and len(copies):
+            raise PlanError(
+                f"costs give a bandwidth but no bytes for {', '.join(missing)}; set output_bytes of the stages or "
+                "Costs(values=...), or profile the modules"
+            )
+        made[copies] = np.asarray(sizes, float)[table.value[copies]] / costs.bandwidth / plan.slices
+    return made
+
+
+def value_bytes(plan: Plan, costs: Costs) -> list[int | None]:
+    """Bytes per value for one microbatch, None where unknown."""
+    return [costs.value_bytes(v.name, plan.graph.stages[v.producer].name) for v in plan.graph.values]
+
+
+def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
+    """Run ``plan`` on the clock of ``costs``.
+
+    Raises:
+        PlanError: the plan deadlocks, or a bandwidth is given without bytes.
+        SpecError: the costs name an unknown stage.
+    """
+    costs = costs or plan.costs or Costs()
+    costs.check(plan.graph)
+    duration = durations(plan, costs)
+    start, end, cause = run_clock(plan, duration, costs.latency)
+    return Timeline(plan, costs, start, end, cause)
+
+
+def run_clock(plan: Plan, duration: Floats, latency: float) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
+    """Start, end and the task that each task's start depended on last (-1: none), in one sweep over the ids."""
+    from pipec.verify import execution_order
+
+    table, count = plan.table, len(plan.table)
+    lane, peer_lane = table.device * 3, table.peer * 3 + int(Lane.IN)
+    copy = table.kind == Kind.COPY
+    lane = np.where(copy, lane + int(Lane.OUT), lane).tolist()
+    second = np.where(copy, peer_lane, -1).tolist()
+    spans = duration.tolist()
+    bounds, ids = plan.waits.start.tolist(), plan.waits.ids.tolist()
+    free, last = [0.0] * (3 * plan.devices), [-1] * (3 * plan.devices)
+    starts, ends, arrive, cause = [0.0] * count, [0.0] * count, [0.0] * count, [-1] * count
+    for task in execution_order(plan):
+        own, other, span = lane[task], second[task], spans[task]
+        begin, why = 0.0, -1
+        if other < 0 or span:
+            begin, why = free[own], last[own]
+            if other >= 0 and free[other] > begin:
+                begin, why = free[other], last[other]
+        for k in range(bounds[task], bounds[task + 1]):
+            need = ids[k]
+            if arrive[need] > begin or (why < 0 and arrive[need] >= begin):
+                begin, why = arrive[need], need
+        finish = begin + span
+        starts[task], ends[task], cause[task] = begin, finish, why
+        arrive[task] = finish
+        if other < 0:
+            free[own], last[own] = finish, task
+        else:
+            arrive[task] = finish + latency
+            if span:
+                free[own], last[own] = finish, task
+                free[other], last[other] = finish, task
+    return np.asarray(starts), np.asarray(ends), np.asarray(cause, np.int32)
+
+
+def shares(plan: Plan) -> Floats:
+    """Per stage its part of all that its device saves for one microbatch, shape (stages,)."""
+    made = np.zeros(len(plan.graph.stages))
+    for device in range(plan.devices):
+        own = [chunk for chunk in plan.chunks if chunk.device == device]
+        for chunk in own:
+            made[list(chunk.stages)] = 1.0 / (len(own) * len(chunk.stages))
+    return made
+
+
+def buffer_bytes(plan: Plan, costs: Costs) -> Floats | None:
+    """Bytes per buffer, shape (buffers,), or None when any size is unknown."""
+    values = value_bytes(plan, costs)
+    saved = [costs.activation_bytes(s.name) for s in plan.graph.stages]
+    buffers = plan.buffers
+    is_saved = buffers.kind == Buffer.ACTIVATION
+    used_values, used_stages = set(buffers.ref[~is_saved].tolist()), set(buffers.ref[is_saved].tolist())
+    if any(values[v] is None for v in used_values) or any(saved[s] is None for s in used_stages):
+        return None
+    of_value = np.asarray([v or 0 for v in values] + [0], float)
+    of_stage = np.asarray([s or 0 for s in saved] + [0], float)
+    return np.where(is_saved, of_stage[np.where(is_saved, buffers.ref, -1)],
+                    of_value[np.where(is_saved, -1, buffers.ref)]) / plan.slices

@@ -1,0 +1,325 @@
+"""The printed form of a plan, and back: text that a person can read and a test can pin; JSON for files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import asdict
+
+from pipec.costs import Costs
+from pipec.errors import PlanError
+from pipec.ir import (
+    BUFFER_COLUMNS,
+    LETTERS,
+    TABLE_COLUMNS,
+    Buffer,
+    Buffers,
+    Chunk,
+    Kind,
+    Lane,
+    Plan,
+    Table,
+    Waits,
+    make_table,
+)
+from pipec.passes.draft import to_csr
+from pipec.spec import Graph, InputInfo, StageInfo, ValueInfo
+
+FORMAT = 1
+
+
+def quote(name: str) -> str:
+    """A name as it is when it is plain, else quoted."""
+    return name if re.fullmatch(r"[\w.\-\[\]]+", name) and not name.isdigit() else json.dumps(name)
+
+
+def format_plan(plan: Plan) -> str:
+    """The plan as text: header, stages, values, then every device's tasks with waits, new and freed buffers."""
+    update = "none" if plan.update is None else plan.update
+    lines = [
+        f"plan {quote(plan.graph.name)} schedule={quote(plan.schedule)} devices={plan.devices} "
+        f"microbatches={plan.microbatches} recompute={quote(plan.recompute)} update={update}"
+        + (f" replicas={plan.replicas}" if plan.replicas > 1 else "")
+        + (f" slices={plan.slices}" if plan.slices > 1 else "")
+    ]
+    owner = {s: chunk for chunk in plan.chunks for s in chunk.stages}
+    for number, stage in enumerate(plan.graph.stages):
+        flags = [name for name in ("loss", "ordered") if getattr(stage, name)]
+        flags += [] if stage.backward else ["forward-only"]
+        lines.append(
+            f"stage {number} {quote(stage.name)} chunk={owner[number].index} device={owner[number].device}"
+            + "".join(f" {flag}" for flag in flags)
+        )
+    for item in plan.graph.inputs:
+        lines.append(f"input {quote(item.name)} -> {_readers(item.readers)}")
+    for number, value in enumerate(plan.graph.values):
+        skips = f" skip {_readers(value.skips)}" if value.skips else ""
+        lines.append(f"v{number} {quote(value.name)}: {value.producer} -> {_readers(value.readers)}{skips}")
+    new, free = _by_task(plan)
+    for device in range(plan.devices):
+        lines.append(f"device {device}")
+        width = len(str(len(plan.table)))
+        for task in plan.issue_order(device).tolist():
+            lines.append(_task_line(plan, device, task, width, new, free))
+    return "\n".join(lines) + "\n"
+
+
+def _readers(stages: tuple[int, ...]) -> str:
+    return ",".join(map(str, stages)) or "none"
+
+
+def _by_task(plan: Plan) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[int, int], list[str]]]:
+    new: dict[tuple[int, int], list[str]] = defaultdict(list)
+    free: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for number in range(len(plan.buffers)):
+        token, device = plan.buffers.token(number), int(plan.buffers.device[number])
+        new[int(plan.buffers.writer[number]), device].append(token)
+        free[int(plan.buffers.free[number]), device].append(token)
+    return new, free
+
+
+def _task_line(plan: Plan, device: int, task: int, width: int, new: Any, free: Any) -> str:
+    row = plan.table.task(task)
+    own_side = row.device == device
+    line = f"  %{task:<{width}} {row!s:<12}"
+    if row.kind is Kind.COPY:
+        line += " out" if own_side else " in "
+    if own_side and len(waits := plan.waits.of(task)):
+        line += " wait " + " ".join(f"%{w}" for w in waits)
+    if own_side and row.version:
+        line += f" weights {row.version}"
+    if own_side and row.group:
+        line += f" group {row.group}"
+    for word, tokens in (("new", new), ("free", free)):
+        if found := tokens.get((task, device)):
+            line += f" {word} " + " ".join(found)
+    return line.rstrip()
+
+
+_HEAD = re.compile(r'plan (?P<name>"(?:[^"\\]|\\.)*"|\S+) (?P<rest>.*)')
+_NAME = r'("(?:[^"\\]|\\.)*"|[\w.\-\[\]]+)'
+_STAGE = re.compile(rf"stage (\d+) {_NAME} chunk=(\d+) device=(\d+)((?: [\w-]+)*)")
+_INPUT = re.compile(rf"input {_NAME} -> (\S+)")
+_VALUE = re.compile(rf"v(\d+) {_NAME}: (\d+) -> (\S+)(?: skip (\S+))?")
+_ITEM = r"(\d+)(?:\.(\d+))?(?:~(\d+))?"
+_TASK = re.compile(
+    rf"%(\d+)\s+(?:(?P<copy>d?v(\d+)\[{_ITEM}\]:(\d+)>(\d+))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
+)
+_BUFFER = re.compile(rf"(dv|v|a)(\d+)\[{_ITEM}\]")
+
+
+def parse_plan(text: str) -> Plan:
+    """Read the text of a plan back.
+
+    Raises:
+        PlanError: naming the first line that cannot be read.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    head = _HEAD.fullmatch(lines[0].strip()) if lines else None
+    if head is None:
+        raise PlanError("a plan's text begins with a line 'plan NAME schedule=...'")
+    options = dict(part.split("=", 1) for part in re.findall(r'\w+=(?:"(?:[^"\\]|\\.)*"|\S+)', head["rest"]))
+    body = _Body()
+    for line in lines[1:]:
+        try:
+            body.read(line.strip())
+        except (ValueError, KeyError) as error:
+            raise PlanError(f"cannot read the plan's line {line.strip()!r}: {error}") from None
+    try:
+        return body.plan(_unquote(head["name"]), options)
+    except KeyError as error:
+        raise PlanError(f"the plan's text lacks {error}") from None
+
+
+def _unquote(text: str) -> str:
+    return str(json.loads(text)) if text.startswith('"') else text
+
+
+def _ints(text: str | None) -> tuple[int, ...]:
+    return () if text in (None, "none") else tuple(int(part) for part in str(text).split(","))
+
+
+class _Body:
+    """What the lines after the first say."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, int, int, list[str]]] = []
+        self.inputs: list[InputInfo] = []
+        self.values: list[ValueInfo] = []
+        self.device = -1
+        self.rows: dict[int, dict[str, int]] = {}
+        self.lanes: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        self.waits: list[tuple[int, int]] = []
+        self.new: list[tuple[int, str, int]] = []  # device, token, task
+        self.free: dict[tuple[int, str], list[int]] = defaultdict(list)
+
+    def read(self, line: str) -> None:
+        if match := re.fullmatch(r"device (\d+)", line):
+            self.device = int(match[1])
+            self.lanes[self.device] = ([], [], [])
+        elif match := _STAGE.fullmatch(line):
+            self.stages.append((_unquote(match[2]), int(match[3]), int(match[4]), match[5].split()))
+        elif match := _INPUT.fullmatch(line):
+            self.inputs.append(InputInfo(_unquote(match[1]), _ints(match[2])))
+        elif match := _VALUE.fullmatch(line):
+            self.values.append(ValueInfo(_unquote(match[2]), int(match[3]), _ints(match[4]), _ints(match[5])))
+        elif match := _TASK.fullmatch(line):
+            self._task(match)
+        else:
+            raise ValueError("it is neither a stage, an input, a value, a device nor a task")
+
+    def _task(self, match: re.Match[str]) -> None:
+        task = int(match[1])
+        lane = Lane.COMPUTE
+        if match["copy"]:
+            value, item, device, peer = int(match[3]), match.group(4, 5, 6), int(match[7]), int(match[8])
+            row = {"kind": Kind.COPY, "stage": self.values[value].producer, "value": value, "device": device,
+                   "peer": peer, "gradient": match["copy"].startswith("d")}
+            lane = Lane.OUT if device == self.device else Lane.IN
+        else:
+            item = match.group(12, 13, 14)
+            row = {"kind": LETTERS[match[11]], "stage": int(match[10]) if match[10] else -1, "device": self.device}
+        row |= dict(zip(("microbatch", "slice", "replica"), (int(part or 0) for part in item), strict=True))
+        self.lanes[self.device][lane].append(task)
+        word = ""
+        own = row["device"] == self.device
+        for part in match["rest"].split():
+            if part in ("out", "in", "wait", "weights", "group", "new", "free"):
+                word = part
+            elif word == "wait":
+                self.waits.append((task, int(part.lstrip("%"))))
+            elif word in ("weights", "group"):
+                row["version" if word == "weights" else "group"] = int(part)
+            elif word == "new":
+                self.new.append((self.device, part, task))
+            elif word == "free":
+                self.free[self.device, part].append(task)
+            else:
+                raise ValueError(f"{part!r} is not understood")
+        if own:
+            self.rows[task] = row
+
+    def plan(self, name: str, options: dict[str, str]) -> Plan:
+        size = max(self.rows, default=-1) + 1
+        if sorted(self.rows) != list(range(size)):
+            raise PlanError("the plan's tasks are not numbered %0, %1, ... without gaps")
+        table = make_table(size, **{
+            column: [self.rows[i].get(column, -1 if column in ("peer", "value") else 0) for i in range(size)]
+            for column in TABLE_COLUMNS
+        })
+        waits = np.asarray(self.waits, np.int64).reshape(-1, 2)
+        bad = [w for pair in self.waits for w in pair if w >= size]
+        if bad:
+            raise PlanError(f"the plan waits for %{bad[0]}, which it does not hold")
+        devices = int(options["devices"])
+        lanes = tuple(
+            tuple(np.asarray(lane, np.int32) for lane in self.lanes.get(d, ([], [], []))) for d in range(devices)
+        )
+        update = options["update"]
+        return Plan(
+            self._graph(name), self._chunks(), devices, int(options["microbatches"]), _unquote(options["schedule"]),
+            _unquote(options["recompute"]), None if update == "none" else update, table, lanes,  # type: ignore[arg-type]
+            Waits(*to_csr((waits[:, 0], waits[:, 1]), size)), self._buffers(), int(options.get("replicas", 1)),
+            int(options.get("slices", 1)),
+        )
+
+    def _chunks(self) -> tuple[Chunk, ...]:
+        made: dict[int, tuple[int, list[int]]] = {}
+        for number, (_, chunk, device, _flags) in enumerate(self.stages):
+            made.setdefault(chunk, (device, []))[1].append(number)
+        return tuple(Chunk(index, device, tuple(stages)) for index, (device, stages) in sorted(made.items()))
+
+    def _graph(self, name: str) -> Graph:
+        stages = tuple(
+            StageInfo(
+                stage, "forward-only" not in flags, "loss" in flags, "ordered" in flags,
+                tuple(v for v, info in enumerate(self.values) if number in info.readers),
+                tuple(v for v, info in enumerate(self.values) if info.producer == number),
+            )
+            for number, (stage, _, _, flags) in enumerate(self.stages)
+        )
+        return Graph(name, stages, tuple(self.values), tuple(self.inputs))
+
+    def _buffers(self) -> Buffers:
+        rows = []
+        letters = {kind.letter: kind for kind in Buffer}
+        for device, token, writer in self.new:
+            match = _BUFFER.fullmatch(token)
+            if match is None:
+                raise PlanError(f"cannot read the buffer {token!r} of the plan")
+            freed = self.free[device, token]
+            if not freed:
+                raise PlanError(f"the buffer {token!r} on device {device} is never freed")
+            microbatch, slice_, replica = (int(part or 0) for part in match.group(3, 4, 5))
+            rows.append((letters[match[1]], int(match[2]), replica, microbatch, slice_, device, writer, freed.pop(0)))
+        columns = np.asarray(rows, np.int64).reshape(-1, len(BUFFER_COLUMNS)).T
+        order = np.lexsort((columns[1], columns[0], columns[6]))
+        return Buffers(*(column[order] for column in columns))
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """A plan as plain Python values, for JSON."""
+    made: dict[str, Any] = {"format": FORMAT}
+    made |= {name: getattr(plan, name) for name in (
+        "devices", "microbatches", "schedule", "recompute", "update", "replicas", "slices")}
+    made["graph"] = asdict(plan.graph)
+    made["chunks"] = [asdict(chunk) for chunk in plan.chunks]
+    made["table"] = {name: getattr(plan.table, name).tolist() for name in TABLE_COLUMNS}
+    made["lanes"] = [[lane.tolist() for lane in lanes] for lanes in plan.lanes]
+    made["waits"] = {"start": plan.waits.start.tolist(), "ids": plan.waits.ids.tolist()}
+    made["buffers"] = {name: getattr(plan.buffers, name).tolist() for name in BUFFER_COLUMNS}
+    made["costs"] = None if plan.costs is None else plan.costs.to_dict()
+    return made
+
+
+def from_dict(given: dict[str, Any]) -> Plan:
+    """The plan that :func:`to_dict` wrote.
+
+    Raises:
+        PlanError: it is no plan, or one of another format.
+    """
+    if not isinstance(given, dict) or given.get("format") != FORMAT:
+        raise PlanError(f"this is no plan of format {FORMAT}")
+    try:
+        graph = given["graph"]
+        return Plan(
+            Graph(
+                graph["name"],
+                tuple(StageInfo(**_tuples(s)) for s in graph["stages"]),
+                tuple(ValueInfo(**_tuples(v)) for v in graph["values"]),
+                tuple(InputInfo(**_tuples(i)) for i in graph["inputs"]),
+            ),
+            tuple(Chunk(**_tuples(chunk)) for chunk in given["chunks"]),
+            given["devices"], given["microbatches"], given["schedule"], given["recompute"], given["update"],
+            Table(**given["table"]),
+            tuple(tuple(np.asarray(lane, np.int32) for lane in lanes) for lanes in given["lanes"]),
+            Waits(**given["waits"]),
+            Buffers(**given["buffers"]),
+            given["replicas"], given["slices"],
+            None if given["costs"] is None else Costs(**given["costs"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"the saved plan cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _tuples(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def save(plan: Plan, path: str | Path) -> None:
+    """Write a plan as JSON."""
+    Path(path).write_text(json.dumps(to_dict(plan)), encoding="utf-8")
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan that :func:`save` wrote. Raises PlanError when the file holds none."""
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path} is no JSON: {error}") from None
+    return from_dict(given)

@@ -1,0 +1,204 @@
+"""A timeline: when every task ran, and what follows from that (bubble, memory, copies, critical path)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipec.costs import Costs
+from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan, Task
+
+Floats = npt.NDArray[np.float64]
+USEFUL = (Kind.FORWARD, *BACKWARDS)
+
+
+class Interval(NamedTuple):
+    """A task on a lane of a device during the half-open interval [start, end)."""
+
+    device: int
+    lane: Lane
+    task: Task
+    start: float
+    end: float
+
+
+class Timeline:
+    """When the tasks of ``plan`` run. Attributes are computed when first asked for.
+
+    Attributes:
+        start, end: per task, in the unit of the costs.
+        cause: per task the task whose end its start waited for last, -1 at time zero.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, start: Floats, end: Floats, cause: npt.NDArray[np.int32]) -> None:
+        self.plan, self.costs, self.start, self.end, self.cause = plan, costs, start, end, cause
+
+    @cached_property
+    def makespan(self) -> float:
+        """Last end over all devices, UPDATE and COPY included."""
+        return float(self.end.max(initial=0.0))
+
+    @cached_property
+    def span(self) -> float:
+        """The largest (last end - first start) of one device's F, B and W tasks and updates."""
+        spans = [0.0]
+        for device in range(self.plan.devices):
+            ids = self.plan.lanes[device][Lane.COMPUTE]
+            if len(ids):
+                spans.append(float(self.end[ids].max() - self.start[ids].min()))
+        return max(spans)
+
+    def _time(self, device: int, kinds: tuple[Kind, ...]) -> float:
+        table = self.plan.table
+        own = (table.device == device) & np.isin(table.kind, kinds)
+        return float((self.end[own] - self.start[own]).sum())
+
+    @cached_property
+    def useful(self) -> list[float]:
+        """Per device the time in forwards and backwards; recompute, copies and updates are not useful work."""
+        return [self._time(d, USEFUL) for d in range(self.plan.devices)]
+
+    @cached_property
+    def recompute(self) -> list[float]:
+        """Per device the time in RECOMPUTE."""
+        return [self._time(d, (Kind.RECOMPUTE,)) for d in range(self.plan.devices)]
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Per device the share of the makespan in which its compute lane works."""
+        kinds = tuple(kind for kind in Kind if kind is not Kind.COPY)
+        return [self._time(d, kinds) / self.makespan if self.makespan else 0.0 for d in range(self.plan.devices)]
+
+    @property
+    def bubble_time(self) -> float:
+        """Makespan minus the busiest device's useful time."""
+        return self.makespan - max(self.useful)
+
+    @property
+    def bubble(self) -> float:
+        """1 - useful time of all devices / (devices x makespan)."""
+        whole = self.plan.devices * self.makespan
+        return 1.0 - sum(self.useful) / whole if whole else 0.0
+
+    @cached_property
+    def copies(self) -> int:
+        """Number of COPY tasks."""
+        return int((self.plan.table.kind == Kind.COPY).sum())
+
+    @cached_property
+    def copy_bytes(self) -> int | None:
+        """Bytes moved between devices, None when a size is unknown."""
+        from pipec.simulate import value_bytes
+
+        used = self.plan.table.value[self.plan.table.kind == Kind.COPY]
+        sizes = value_bytes(self.plan, self.costs)
+        if any(sizes[v] is None for v in set(used.tolist())):
+            return None
+        counts = np.bincount(used, minlength=len(sizes))
+        return int(sum(int(n) * (size or 0) for n, size in zip(counts, sizes, strict=True)))
+
+    def memory(self, device: int, weights: Floats) -> tuple[Floats, Floats]:
+        """Steps of the sum of ``weights`` over the buffers alive on ``device``: (times, level from that time on).
+
+        A buffer lives in the half-open interval from its writer's start to its free point's end.
+        """
+        buffers = self.plan.buffers
+        own = np.flatnonzero((buffers.device == device) & (weights != 0))
+        times = np.concatenate([self.start[buffers.writer[own]], self.end[buffers.free[own]]])
+        change = np.concatenate([weights[own], -weights[own]])
+        order = np.lexsort((change, times))  # at one instant frees come first
+        times, level = times[order], np.cumsum(change[order])
+        last = np.append(np.flatnonzero(np.diff(times)), len(times) - 1) if len(times) else np.empty(0, int)
+        return times[last], np.round(level[last], 9)
+
+    def _peaks(self, weights: Floats) -> list[float]:
+        return [float(self.memory(d, weights)[1].max(initial=0.0)) for d in range(self.plan.devices)]
+
+    @cached_property
+    def share_weights(self) -> Floats:
+        """Per buffer its activations in shares; zero for values and gradients."""
+        from pipec.simulate import shares
+
+        buffers = self.plan.buffers
+        saved = buffers.kind == Buffer.ACTIVATION
+        return np.where(saved, shares(self.plan)[np.where(saved, buffers.ref, 0)], 0.0)
+
+    @cached_property
+    def peak_share(self) -> list[float]:
+        """Per device the most activations alive at once, in shares."""
+        return self._peaks(self.share_weights)
+
+    @cached_property
+    def byte_weights(self) -> Floats | None:
+        """Per buffer its bytes, None when a size is unknown."""
+        from pipec.simulate import buffer_bytes
+
+        return buffer_bytes(self.plan, self.costs)
+
+    @cached_property
+    def peak_bytes(self) -> list[int] | None:
+        """Per device the most bytes of activations, values and gradients at once, None when a size is unknown."""
+        return None if self.byte_weights is None else [int(peak) for peak in self._peaks(self.byte_weights)]
+
+    @cached_property
+    def critical_path(self) -> list[int]:
+        """Task ids from time zero to the makespan, each starting when the one before it ended."""
+        if not len(self.end):
+            return []
+        latest = np.flatnonzero(self.end == self.end.max())
+        kinds = self.plan.table.kind[latest]
+        task = int(latest[np.argmax((kinds != Kind.COPY) & (self.end[latest] > self.start[latest]))])
+        path = []
+        while task >= 0:
+            path.append(task)
+            task = int(self.cause[task])
+        return path[::-1]
+
+    @property
+    def intervals(self) -> Iterator[Interval]:
+        """Every task on every lane, by device, lane and time."""
+        for device, lanes in enumerate(self.plan.lanes):
+            for lane, ids in zip(Lane, lanes, strict=True):
+                for i in ids.tolist():
+                    yield Interval(device, lane, self.plan.table.task(i), float(self.start[i]), float(self.end[i]))
+
+    def draw(self, path: str | Path | None = None, **options: Any) -> Any:
+        """Draw this timeline. See :func:`pipec.draw`."""
+        from pipec.render import draw_timeline
+
+        return draw_timeline(self, path, **options)
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {self.plan.graph.name!r}: makespan {self.makespan:g}, bubble {self.bubble:.1%}>"
+
+    def __str__(self) -> str:
+        unit = f" {self.costs.unit}" if self.costs.unit else ""
+        lines = [
+            f"{self.plan.graph.name}: {self.plan.schedule}, {self.plan.devices} devices, "
+            f"{self.plan.microbatches} microbatches",
+            f"makespan {self.makespan:.6g}{unit}, span {self.span:.6g}{unit}, bubble {self.bubble_time:.6g}{unit} "
+            f"({self.bubble:.1%}), {self.copies} copies"
+            + ("" if self.copy_bytes is None else f" of {show_bytes(self.copy_bytes)}"),
+            f"{'device':<8}{'busy':>8}{'useful':>10}{'recompute':>11}{'activations':>13}{'peak memory':>13}",
+        ]
+        for device in range(self.plan.devices):
+            peak = "unknown" if self.peak_bytes is None else show_bytes(self.peak_bytes[device])
+            lines.append(
+                f"{device:<8}{self.busy[device]:>8.1%}{self.useful[device]:>10.4g}{self.recompute[device]:>11.4g}"
+                f"{self.peak_share[device]:>13.4g}{peak:>13}"
+            )
+        return "\n".join(lines)
+
+
+def show_bytes(count: float) -> str:
+    """A size as people write it: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
