@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipec.errors import Problem as Fault
 from pipec.errors import ScheduleError, raise_all
@@ -15,6 +18,7 @@ from pipec.schedules.base import Op, Policy, Problem, policy_name
 from pipec.spec import Graph
 
 KINDS = (Kind.FORWARD, *BACKWARDS)
+Ops = npt.NDArray[np.int64]  # (tasks, 3): kind, chunk, microbatch
 
 
 def chunk_edges(graph: Graph, chunks: tuple[Chunk, ...]) -> tuple[tuple[int, int], ...]:
@@ -29,30 +33,39 @@ def chunk_edges(graph: Graph, chunks: tuple[Chunk, ...]) -> tuple[tuple[int, int
 def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True) -> Draft:
     """The compute tasks of every device as ``policy`` orders them, chunks expanded to stages.
 
-    A chunk's forward runs its stages in order, its backward in reverse; stages that no loss depends on have no
-    backward.
+    A chunk's forward runs its stages in order, its backward in reverse; stages that no loss depends on have
+    no backward.
 
     Raises:
         ScheduleError: listing every task that is missing, repeated, unknown or on the wrong device.
     """
     name = policy_name(policy)
-    make = getattr(policy, "order", policy)
-    answer = make(problem)
-    try:
-        rows = [list(row) for row in answer]
-    except TypeError:
-        raise ScheduleError(f"schedule {name!r} must return one list of tasks per device, got {answer!r}") from None
-    check_order(problem, rows, name)
+    make: Any = getattr(policy, "order", policy)
+    rows = check_order(problem, read_rows(make(problem), name), name)
     if not training:
-        rows = [[op for op in row if op[0] == Kind.FORWARD] for row in rows]
+        rows = [row[row[:, 0] == Kind.FORWARD] for row in rows]
     tables = [_expand(graph, problem.chunks, device, row) for device, row in enumerate(rows)]
     return Draft(graph, problem.chunks, problem.devices, problem.microbatches, name, concat_tables(tables))
 
 
-def _expand(graph: Graph, chunks: tuple[Chunk, ...], device: int, row: list[Op]) -> Any:
-    if not row:
+def read_rows(answer: Any, name: str) -> list[list[Any]]:
+    """A policy's answer as lists; an error that the user's own generator raises keeps its type."""
+    rows: list[list[Any]] = []
+    given: Iterable[Any] = answer if _listed(answer) else [None]
+    for row in given:
+        if not _listed(row):
+            raise ScheduleError(f"schedule {name!r} must return one list of tasks per device, got {answer!r}")
+        rows.append(list(row))
+    return rows
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
+
+
+def _expand(graph: Graph, chunks: tuple[Chunk, ...], device: int, ops: Ops) -> Any:
+    if not len(ops):
         return make_table(0)
-    ops = np.asarray(row, np.int32)
     kinds, owners, microbatches = ops[:, 0], ops[:, 1], ops[:, 2]
     lists = [list(chunk.stages) for chunk in chunks]
     back = [[s for s in reversed(stages) if graph.stages[s].backward] for stages in lists]
@@ -61,7 +74,7 @@ def _expand(graph: Graph, chunks: tuple[Chunk, ...], device: int, row: list[Op])
     first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
     key = owners + np.where(kinds == Kind.FORWARD, 0, len(chunks))
     repeat = sizes[key]
-    rows = np.repeat(np.arange(len(row)), repeat)
+    rows = np.repeat(np.arange(len(ops)), repeat)
     offset = np.arange(len(rows)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
     return make_table(
         len(rows), kind=kinds[rows], stage=flat[first[key[rows]] + offset], microbatch=microbatches[rows],
@@ -69,43 +82,90 @@ def _expand(graph: Graph, chunks: tuple[Chunk, ...], device: int, row: list[Op])
     )
 
 
-def check_order(problem: Problem, rows: list[list[Op]], name: str) -> None:
-    """Raise ScheduleError listing what is wrong with a policy's answer, in the words of the schedule."""
+def check_order(problem: Problem, rows: list[list[Any]], name: str) -> list[Ops]:
+    """The tasks per device as arrays, when every chunk and microbatch has its forward and backward once.
+
+    Raises:
+        ScheduleError: listing what is wrong with a policy's answer, in the words of the schedule.
+    """
+    arrays = [_as_array(row) for row in rows]
+    if not _complete(problem, arrays):
+        raise_all(f"schedule {name!r}", _faults(problem, rows), ScheduleError)
+        arrays = [np.asarray([_as_op(op) for op in row], np.int64).reshape(-1, 3) for row in rows]
+    return [array for array in arrays if array is not None]
+
+
+def _as_array(row: list[Any]) -> Ops | None:
+    """``row`` as an array, or None when that takes a closer look at each task."""
+    try:
+        array = np.asarray(row if row else np.empty((0, 3), np.int64))
+    except ValueError:
+        return None
+    return array.astype(np.int64) if array.dtype.kind == "i" and array.shape[1:] == (3,) else None
+
+
+def _as_op(op: Any) -> Op:
+    kind, chunk, microbatch = (operator.index(part) for part in op)
+    return kind, chunk, microbatch
+
+
+def _complete(problem: Problem, arrays: list[Ops | None]) -> bool:
+    """True when nothing is missing, repeated, unknown or on the wrong device."""
+    found = [array for array in arrays if array is not None]
+    if not len(found) == len(arrays) == problem.devices:
+        return False
+    chunks, microbatches = len(problem.chunks), problem.microbatches
+    kind, chunk, microbatch = np.concatenate(found).T
+    if not (np.isin(kind, KINDS) & (chunk >= 0) & (chunk < chunks) & (microbatch >= 0)
+            & (microbatch < microbatches)).all():
+        return False
+    owner = np.asarray([c.device for c in problem.chunks])
+    if (owner[chunk] != np.repeat(np.arange(len(found)), [len(array) for array in found])).any():
+        return False
+    key = (kind * chunks + chunk) * microbatches + microbatch
+    times = np.bincount(key, minlength=len(Kind) * chunks * microbatches).reshape(len(Kind), -1)
+    whole, first, second = times[list(BACKWARDS)]
+    return bool((times[Kind.FORWARD] == 1).all() and (first == second).all() and (whole + first == 1).all())
+
+
+def _faults(problem: Problem, rows: list[list[Any]]) -> list[Fault]:
     faults: list[Fault] = []
     if len(rows) != problem.devices:
         faults.append(Fault(f"it ordered {len(rows)} devices, but there are {problem.devices}"))
-    counted: Counter[tuple[int, int, int]] = Counter()
-    owner = [chunk.device for chunk in problem.chunks]
+    counted: Counter[Op] = Counter()
     for device, row in enumerate(rows):
         for op in row:
-            try:
-                kind, chunk, microbatch = (int(part) for part in op)
-            except (TypeError, ValueError):
-                faults.append(Fault(f"device {device}: {op!r} is no task; write F(chunk, microbatch) or B, I, W"))
-                continue
-            if kind not in KINDS:
-                faults.append(Fault(f"device {device}: {op!r} has no kind that a schedule orders"))
-            elif not 0 <= chunk < len(owner):
-                faults.append(Fault(f"device {device}: {_name(op)}: there is no chunk {chunk}, only 0..{len(owner) - 1}"))
-            elif not 0 <= microbatch < problem.microbatches:
-                faults.append(
-                    Fault(f"device {device}: {_name(op)}: there is no microbatch {microbatch}, only "
-                          f"0..{problem.microbatches - 1}")
-                )
-            elif owner[chunk] != device:
-                faults.append(Fault(f"device {device}: {_name(op)}: chunk {chunk} is on device {owner[chunk]}"))
+            wrong = _wrong(problem, device, op)
+            if wrong:
+                faults.append(Fault(f"device {device}: {wrong}"))
             else:
-                counted[kind, chunk, microbatch] += 1
+                counted[_as_op(op)] += 1
     if not faults:
         for op, times in counted.items():
             if times > 1:
                 faults.append(Fault(f"{_name(op)} is ordered {times} times"))
-        for chunk in range(len(owner)):
+        for chunk in range(len(problem.chunks)):
             for m in range(problem.microbatches):
                 faults += [Fault(text) for text in _missing(counted, chunk, m)]
-    if len(faults) > 12:
-        faults = [*faults[:12], Fault(f"and {len(faults) - 12} more")]
-    raise_all(f"schedule {name!r}", faults, ScheduleError)
+    return faults if len(faults) <= 12 else [*faults[:12], Fault(f"and {len(faults) - 12} more")]
+
+
+def _wrong(problem: Problem, device: int, op: Any) -> str | None:
+    """Why ``op`` cannot stand in the list of ``device``, or None."""
+    chunks, microbatches = len(problem.chunks), problem.microbatches
+    try:
+        kind, chunk, microbatch = _as_op(op)
+    except (TypeError, ValueError):
+        return f"{op!r} is no task; write F(chunk, microbatch) or B, I, W"
+    if kind not in KINDS:
+        return f"{op!r} has no kind that a schedule orders"
+    name = _name((kind, chunk, microbatch))
+    if not 0 <= chunk < chunks:
+        return f"{name}: there is no chunk {chunk}, only 0..{chunks - 1}"
+    if not 0 <= microbatch < microbatches:
+        return f"{name}: there is no microbatch {microbatch}, only 0..{microbatches - 1}"
+    owner = problem.chunks[chunk].device
+    return None if owner == device else f"{name}: chunk {chunk} is on device {owner}"
 
 
 def _missing(counted: Counter[Op], chunk: int, m: int) -> list[str]:

@@ -6,12 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 from pipec.errors import ScheduleError
-from pipec.schedules.base import B, F, I, Op, Order, Policy, Problem, Schedule, W, merge, policy_name
+from pipec.schedules.base import B, F, I, Op, Order, Policy, Problem, Schedule, W, policy_name
+from pipec.schedules.catalog import ScheduleInfo, ScheduleTable, table_of
 from pipec.schedules.custom import TextSchedule, format_schedule, parse_schedule
 from pipec.schedules.gpipe import GPipe
-from pipec.schedules.one_f_one_b import OneFOneB
+from pipec.schedules.interleaved import InterleavedOneFOneB
+from pipec.schedules.looped_bfs import LoopedBFS
+from pipec.schedules.merge import merge
+from pipec.schedules.one_f_one_b import EagerOneFOneB, OneFOneB
 
-REGISTRY: dict[str, Callable[[], Schedule]] = {"gpipe": GPipe, "1f1b": OneFOneB}
+REGISTRY: dict[str, Callable[[], Schedule]] = {
+    "gpipe": GPipe,
+    "1f1b": OneFOneB,
+    "eager-1f1b": EagerOneFOneB,
+    "interleaved-1f1b": InterleavedOneFOneB,
+    "looped-bfs": LoopedBFS,
+}
+
+
+def list_schedules() -> ScheduleTable:
+    """Every schedule known by name, with its placement, closed forms and source; prints as a table."""
+    return table_of(REGISTRY)
 
 
 def find_schedule(schedule: Any) -> Policy:
@@ -23,8 +38,8 @@ def find_schedule(schedule: Any) -> Policy:
     if isinstance(schedule, str):
         if schedule not in REGISTRY:
             raise ScheduleError(
-                f"unknown schedule {schedule!r}; known are {', '.join(REGISTRY)}, or pass an object with a method "
-                "order(problem)"
+                f"unknown schedule {schedule!r}; known are {', '.join(REGISTRY)}, or pass an object with "
+                "a method order(problem)"
             )
         return REGISTRY[schedule]()
     if isinstance(schedule, type):
@@ -35,6 +50,7 @@ def find_schedule(schedule: Any) -> Policy:
 
 
 __all__ = [
-    "REGISTRY", "B", "F", "GPipe", "I", "OneFOneB", "Op", "Order", "Policy", "Problem", "Schedule", "TextSchedule",
-    "W", "find_schedule", "format_schedule", "merge", "parse_schedule", "policy_name",
+    "REGISTRY", "B", "EagerOneFOneB", "F", "GPipe", "I", "InterleavedOneFOneB", "LoopedBFS", "OneFOneB", "Op",
+    "Order", "Policy", "Problem", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "W",
+    "find_schedule", "format_schedule", "list_schedules", "merge", "parse_schedule", "policy_name",
 ]

@@ -24,14 +24,14 @@ class TextSchedule:
     def order(self, problem: Problem) -> Order:
         if len(self.rows) != problem.devices:
             raise ScheduleError(
-                f"schedule {self.name!r} has {len(self.rows)} rows but the plan has {problem.devices} devices; "
-                "write one row per device"
+                f"schedule {self.name!r} has {len(self.rows)} rows, but there are {problem.devices} "
+                "devices; write one row per device"
             )
         return self.rows
 
 
 def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> TextSchedule:
-    """Read a schedule: one line per device, tokens ``{chunk}{F|B|I|W}{microbatch}`` separated by blanks or commas.
+    """Read a schedule: one line per device, tokens ``{chunk}{F|B|I|W}{microbatch}`` between blanks or commas.
 
     Lines that are empty or start with ``#`` are skipped; a line may start with ``device n:`` or ``n:``.
 
@@ -53,7 +53,8 @@ def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> 
         rows.append(tuple(row))
     if problems:
         raise ScheduleError(
-            f"schedule {name!r}: " + "; ".join(problems) + ". A task is written chunk, letter, microbatch: 0F3, 1B0"
+            f"schedule {name!r}: " + "; ".join(problems)
+            + ". A task is written chunk, letter, microbatch: 0F3, 1B0"
         )
     return TextSchedule(tuple(rows), name, placement)
 
