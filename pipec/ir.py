@@ -20,8 +20,9 @@ from pipec.spec import Graph
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipec.costs import Costs
+    from pipec.costs import Activations, Costs
     from pipec.simulate import Timeline
+    from pipec.verify import Report
 
 Column = npt.NDArray[np.int32]
 
@@ -269,6 +270,8 @@ class Plan:
     replicas: int = 1
     slices: int = 1
     costs: Costs | None = None
+    recipe: Any = None  # how it was compiled, for the same plan with fewer microbatches; not part of its identity
+    update_early: bool = False  # each stage updates right after its own last backward
 
     @property
     def training(self) -> bool:
@@ -298,7 +301,7 @@ class Plan:
         if not isinstance(other, Plan):
             return NotImplemented
         plain = ("graph", "chunks", "devices", "microbatches", "schedule", "recompute", "update", "table", "waits",
-                 "buffers", "replicas", "slices")
+                 "buffers", "replicas", "slices", "update_early")
         return all(getattr(self, name) == getattr(other, name) for name in plain) and all(
             np.array_equal(a, b)
             for mine, theirs in zip(self.lanes, other.lanes, strict=True)
@@ -318,11 +321,11 @@ class Plan:
             f"{len(self.graph.stages)} stages, {len(self)} tasks>"
         )
 
-    def verify(self, memory_limit: float | None = None) -> None:
-        """Prove the invariants of this plan again. Raises PlanError naming each that is broken."""
+    def verify(self, memory_limit: float | Activations | None = None) -> Report:
+        """Prove the invariants of this plan again and report on each. Raises PlanError naming each that is broken."""
         from pipec.verify import verify
 
-        verify(self, memory_limit=memory_limit)
+        return verify(self, memory_limit=memory_limit)
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
         """When every task runs under ``costs`` (by default those it was compiled with, else one unit each)."""

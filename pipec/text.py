@@ -44,6 +44,7 @@ def format_plan(plan: Plan) -> str:
     lines = [
         f"plan {quote(plan.graph.name)} schedule={quote(plan.schedule)} devices={plan.devices} "
         f"microbatches={plan.microbatches} recompute={quote(plan.recompute)} update={update}"
+        + (" update_early=yes" if plan.update_early else "")
         + (f" replicas={plan.replicas}" if plan.replicas > 1 else "")
         + (f" slices={plan.slices}" if plan.slices > 1 else "")
     ]
@@ -225,7 +226,7 @@ class _Body:
             self._graph(name), self._chunks(), devices, int(options["microbatches"]), _unquote(options["schedule"]),
             _unquote(options["recompute"]), None if update == "none" else update, table, lanes,  # type: ignore[arg-type]
             Waits(*to_csr((waits[:, 0], waits[:, 1]), size)), self._buffers(), int(options.get("replicas", 1)),
-            int(options.get("slices", 1)),
+            int(options.get("slices", 1)), update_early=options.get("update_early") == "yes",
         )
 
     def _chunks(self) -> tuple[Chunk, ...]:
@@ -266,7 +267,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     """A plan as plain Python values, for JSON."""
     made: dict[str, Any] = {"format": FORMAT}
     made |= {name: getattr(plan, name) for name in (
-        "devices", "microbatches", "schedule", "recompute", "update", "replicas", "slices")}
+        "devices", "microbatches", "schedule", "recompute", "update", "replicas", "slices", "update_early")}
     made["graph"] = asdict(plan.graph)
     made["chunks"] = [asdict(chunk) for chunk in plan.chunks]
     made["table"] = {name: getattr(plan.table, name).tolist() for name in TABLE_COLUMNS}
@@ -301,7 +302,7 @@ def from_dict(given: dict[str, Any]) -> Plan:
             Waits(**given["waits"]),
             Buffers(**given["buffers"]),
             given["replicas"], given["slices"],
-            None if given["costs"] is None else Costs(**given["costs"]),
+            None if given["costs"] is None else Costs(**given["costs"]), given["update_early"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(f"the saved plan cannot be read: {type(error).__name__}: {error}") from None

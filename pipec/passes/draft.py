@@ -27,6 +27,7 @@ class Draft:
     table: Table
     recompute: str = "never"
     update: str | None = None
+    update_early: bool = False
     replicas: int = 1
     slices: int = 1
 
@@ -58,7 +59,8 @@ class Index:
 
     def of(self, kind: Kind, stage: int) -> npt.NDArray[np.int64]:
         """Rows of ``kind`` of a stage by item, shape (items,)."""
-        return self.rows[kind, stage]
+        rows: npt.NDArray[np.int64] = self.rows[kind, stage]
+        return rows
 
     def input_backward(self, stage: int) -> npt.NDArray[np.int64]:
         """The tasks that make a stage's input gradients: BACKWARD or BACKWARD_INPUT."""
@@ -67,7 +69,7 @@ class Index:
 
     def last_backward(self, stage: int) -> npt.NDArray[np.int64]:
         """The last task of each backward: BACKWARD, or the later half of a split one."""
-        return np.maximum.reduce([self.of(kind, stage) for kind in BACKWARDS])
+        return np.asarray(np.maximum.reduce([self.of(kind, stage) for kind in BACKWARDS]))
 
     def last_use(self, stage: int) -> npt.NDArray[np.int64]:
         """When a stage no longer needs what it read: after its input gradients, or its forward without any."""

@@ -79,7 +79,7 @@ def _least(rows: list[Rows]) -> Rows:
 
 
 def _most(rows: list[Rows]) -> Rows:
-    return np.maximum.reduce(rows)
+    return np.asarray(np.maximum.reduce(rows))
 
 
 def _data_waits(draft: Draft, index: Index, sent: Copies) -> list[Pairs]:
@@ -104,7 +104,7 @@ def _update_waits(draft: Draft) -> list[Pairs]:
     table = draft.table
     backward = np.isin(table.kind, BACKWARDS)
     ids = np.flatnonzero(table.kind == Kind.UPDATE)
-    if not len(ids) or not backward.any() or ids[0] < np.flatnonzero(backward)[-1]:
+    if not len(ids) or draft.update_early:
         return []
     last = {d: np.flatnonzero(backward & (table.device == d)) for d in range(draft.devices)}
     parts = []

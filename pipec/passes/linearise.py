@@ -46,6 +46,6 @@ def deadlock(
             continue
         task = queue[at]
         missing = [int(n) for n in needs[start[task] : start[task + 1]] if not ends[n]]
-        told = ", ".join(f"{table.task(n)} (device {table.device[n]})" for n in missing) or "its other lane"
+        told = ", ".join(f"{table.task(n)} (device {table.device[n]})" for n in missing) or "its turn on the other lane"
         lines.append(f"  {name} stands at {table.task(task)}, which waits for {told}")
     return "\n".join(lines)

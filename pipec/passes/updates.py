@@ -41,4 +41,4 @@ def updates(draft: Draft, update: str | None = None, early: bool = False) -> Dra
         table = make_table(len(stages), kind=Kind.UPDATE, stage=stages, device=devices)
         keys = last[stages] if early else np.full(len(stages), size)
     order = np.argsort(np.concatenate([np.arange(size), keys]), kind="stable")
-    return evolve(draft, table=concat_tables([draft.table, table]).take(order), update=update)
+    return evolve(draft, table=concat_tables([draft.table, table]).take(order), update=update, update_early=early)

@@ -1,0 +1,195 @@
+"""What several invariants ask of a plan: where its tasks and copies are, and what each task needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from pipec.costs import Activations
+from pipec.ir import Kind, Plan
+from pipec.passes.draft import Index, pairs
+from pipec.verify.reach import Reach
+
+Rows = npt.NDArray[np.int64]
+Route = tuple[int, int, int, int]  # value, gradient, from device, to device
+SHOWN = 4  # problems of one kind told in full
+
+
+@frozen
+class NotChecked:
+    """Why an invariant could not be looked at."""
+
+    why: str
+
+
+def some(rows: npt.NDArray[Any], messages: Iterator[str]) -> list[str]:
+    """The first of ``messages``, one a row, and how many there are beyond."""
+    shown = list(islice(messages, SHOWN))
+    return [*shown, f"and {len(rows) - SHOWN} more like the last"] if len(rows) > SHOWN else shown
+
+
+@frozen(eq=False)
+class Need:
+    """Pairs of tasks of which the first must end before the second starts, and why, for messages."""
+
+    before: Rows
+    after: Rows
+    why: str  # of the form "... {after} ... {before} ..."
+
+
+class Facts:
+    """A plan of the right form, and what follows from it; computed when first asked for."""
+
+    def __init__(self, plan: Plan, memory_limit: float | Activations | None = None) -> None:
+        self.plan, self.table, self.graph, self.memory_limit = plan, plan.table, plan.graph, memory_limit
+        self.training = plan.training or plan.update is not None
+        self.reach = Reach(plan)
+        self.index = Index(plan.table, len(plan.graph.stages), plan.microbatches, plan.slices, plan.replicas)
+        self.home = np.full(len(plan.graph.stages), -1, np.int64)
+        for chunk in plan.chunks:
+            self.home[list(chunk.stages)] = chunk.device
+
+    # -- words ----------------------------------------------------------------------------------------------
+
+    def stage(self, number: int) -> str:
+        name = repr(self.graph.stages[number].name)
+        return name if len(name) <= 60 else name[:57] + "..."
+
+    def value(self, number: int) -> str:
+        name = repr(self.graph.values[number].name)
+        return name if len(name) <= 60 else name[:57] + "..."
+
+    def task(self, row: int) -> str:
+        """A task as it prints, with its stage's name and its device."""
+        task = self.table.task(row)
+        if task.kind is Kind.COPY:
+            return f"{task} ({'gradient of ' if task.gradient else ''}value {self.value(task.value)})"
+        if task.stage < 0:
+            return f"{task} (all stages, device {task.device})"
+        return f"{task} (stage {self.stage(task.stage)}, device {task.device})"
+
+    def token(self, kind: Kind, stage: int, item: int) -> str:
+        """How the task of ``kind`` of a stage would print."""
+        return f"{stage}{kind.letter}{self.item(item)} (stage {self.stage(stage)}, device {self.home[stage]})"
+
+    def item(self, item: int) -> str:
+        microbatch, rest = item % self.plan.microbatches, item // self.plan.microbatches
+        slice_, replica = rest % self.plan.slices, rest // self.plan.slices
+        return f"{microbatch}" + (f".{slice_}" if slice_ else "") + (f"~{replica}" if replica else "")
+
+    # -- where things are -----------------------------------------------------------------------------------
+
+    @property
+    def items(self) -> int:
+        """Microbatches x slices x replicas."""
+        return self.index.items
+
+    def item_of(self, columns: Any) -> Rows:
+        """Per row of a table or of buffers its item number."""
+        outer = columns.replica.astype(np.int64) * self.plan.slices + columns.slice
+        return np.asarray(outer * self.plan.microbatches + columns.microbatch)
+
+    @cached_property
+    def copies(self) -> dict[Route, Rows]:
+        """Rows of the COPY tasks of a route by item, -1 where there is none."""
+        ids = np.flatnonzero(self.table.kind == Kind.COPY)
+        table, devices = self.table, self.plan.devices
+        key = table.value[ids].astype(np.int64) * 2 + table.gradient[ids]
+        key = (key * devices + table.device[ids]) * devices + table.peer[ids]
+        item = self.item_of(table)[ids]
+        made: dict[Route, Rows] = {}
+        for value, own in grouped(key):
+            rows = np.full(self.items, -1, np.int64)
+            rows[item[own]] = ids[own]
+            value, peer = divmod(value, devices)
+            value, device = divmod(value, devices)
+            made[value // 2, value % 2, device, peer] = rows
+        return made
+
+    def copy(self, value: int, gradient: int, source: int, target: int) -> Rows:
+        """Rows of the COPY tasks of a route by item; -1 where there is none."""
+        rows = self.copies.get((value, gradient, source, target))
+        return np.full(self.items, -1, np.int64) if rows is None else rows
+
+    def readers_on(self, value: int) -> dict[int, list[int]]:
+        """Per device the stages there that read ``value``."""
+        return self._by_device(self.graph.values[value].readers)
+
+    def gradients_on(self, value: int) -> dict[int, list[int]]:
+        """Per device the stages there that send a gradient of ``value`` back; none in a plan of forwards."""
+        return self._by_device(self.graph.gradient_readers(value) if self.training else ())
+
+    def _by_device(self, stages: Iterable[int]) -> dict[int, list[int]]:
+        made: dict[int, list[int]] = {}
+        for stage in stages:
+            made.setdefault(int(self.home[stage]), []).append(stage)
+        return made
+
+    # -- what tasks need ------------------------------------------------------------------------------------
+
+    @cached_property
+    def own_needs(self) -> list[Need]:
+        """The order of a stage's own tasks on one microbatch."""
+        made = []
+        for stage in range(len(self.graph.stages)):
+            forward, again = self.index.of(Kind.FORWARD, stage), self.index.of(Kind.RECOMPUTE, stage)
+            backward, weight = self.index.input_backward(stage), self.index.of(Kind.BACKWARD_WEIGHT, stage)
+            made += [
+                self._need(forward, again, "{after} recomputes what {before} has not computed before it"),
+                self._need(forward, backward, "{after} stands before its forward {before}"),
+                self._need(again, backward, "{after} stands before its recompute {before}"),
+                self._need(backward, weight, "{after} stands before its input half {before}"),
+            ]
+        return made
+
+    @cached_property
+    def data_needs(self) -> list[Need]:
+        """What tasks need of other stages, through the copies that carry it between devices."""
+        made = []
+        reads = "{after} reads a value but does not wait for {before}, which brings it"
+        needs = "{after} needs a gradient but does not wait for {before}, which brings it"
+        for value, info in enumerate(self.graph.values):
+            home = int(self.home[info.producer])
+            forward = self.index.of(Kind.FORWARD, info.producer)
+            backward = self.index.input_backward(info.producer)
+            for device, stages in self.readers_on(value).items():
+                source = forward if device == home else self.copy(value, 0, home, device)
+                if device != home:
+                    made.append(self._need(forward, source, reads))
+                made += [self._need(source, self.index.of(Kind.FORWARD, reader), reads) for reader in stages]
+            for device, stages in self.gradients_on(value).items():
+                target = backward if device == home else self.copy(value, 1, device, home)
+                if device != home:
+                    made.append(self._need(target, backward, needs))
+                made += [self._need(self.index.input_backward(reader), target, needs) for reader in stages]
+        return made
+
+    def _need(self, before: Any, after: Any, why: str) -> Need:
+        return Need(*pairs(before, after), why)
+
+    def unproved(self, needs: list[Need]) -> list[str]:
+        """A message for the needs that no path through lanes and waits meets."""
+        if not needs:
+            return []
+        before = np.concatenate([need.before for need in needs])
+        after = np.concatenate([need.after for need in needs])
+        which = np.repeat(np.arange(len(needs)), [len(need.before) for need in needs])
+        open_ = np.flatnonzero(~self.reach.proved(before, after))
+        return some(open_, (
+            needs[which[i]].why.format(before=self.task(int(before[i])), after=self.task(int(after[i])))
+            for i in open_.tolist()
+        ))
+
+
+def grouped(key: Rows) -> Iterator[tuple[int, Rows]]:
+    """Every different key, ascending, with the positions that hold it."""
+    order = np.argsort(key, kind="stable")
+    bounds = np.flatnonzero(np.diff(key[order], prepend=-1, append=-1)) if len(key) else np.zeros(1, np.int64)
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        yield int(key[order[first]]), order[first:last]

@@ -1,0 +1,109 @@
+"""Invariants about what tasks wait for: no deadlock, every reader after its writer, copies paired."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipec.ir import Kind, Lane, Plan
+from pipec.passes.draft import join, to_csr
+from pipec.passes.linearise import deadlock
+from pipec.verify.facts import Facts, NotChecked, Route, some
+from pipec.verify.form import lane_name
+from pipec.verify.reach import Reach, Rows
+from pipec.verify.tasks import UNRUNNABLE
+
+
+def progress(facts: Facts) -> list[str]:
+    """Lanes, waits, data and copies together contain no cycle: no device waits for ever.
+
+    A COPY is one task at the head of two lanes, so this holds even when every send waits for its receiver.
+    """
+    reach, plan = facts.reach, facts.plan
+    if reach.order is None:
+        return [deadlock_story(plan, reach, reach.edges)]
+    needs = [(need.after, need.before) for need in (*facts.own_needs, *facts.data_needs)]
+    place = np.empty(reach.size, np.int64)
+    place[reach.order] = np.arange(reach.size)
+    if all(bool((place[before] < place[after]).all()) for after, before in needs):
+        return []
+    edges = join([reach.edges, *needs])
+    ends, _ = reach.run(*to_csr(edges, reach.size))
+    return [] if ends.all() else [deadlock_story(plan, reach, edges)]
+
+
+def deadlock_story(plan: Plan, reach: Reach, edges: tuple[Rows, Rows]) -> str:
+    """Where every lane that did not reach its end stands, and what it waits for."""
+    start, needs = to_csr(edges, reach.size)
+    ends, reached = reach.run(start, needs)
+    lists = [ids.tolist() for lanes in plan.lanes for ids in lanes]
+    names = [f"device {d} {lane_name(lane)}" for d in range(plan.devices) for lane in Lane]
+    return deadlock("the plan", plan.table, lists, reached, start, needs, ends, names)
+
+
+def waits(facts: Facts) -> list[str] | NotChecked:
+    """Whatever a task reads from another device or lane has a path of waits from the task that writes it."""
+    return UNRUNNABLE if facts.reach.order is None else facts.unproved(facts.data_needs)
+
+
+def copies(facts: Facts) -> list[str]:
+    """Every value goes once from its producer's device to each reader's, its gradient once back; between two
+    devices the order of sends is the order of receives."""
+    table, wanted = facts.table, _routes(facts)
+    found: list[str] = []
+    for route in sorted(wanted | set(facts.copies)):
+        rows = facts.copy(*route)
+        if route in wanted:
+            missing = np.flatnonzero(rows < 0)
+            name = f"{'the gradient of ' if route[1] else ''}value {facts.value(route[0])}"
+            found += some(missing, (
+                f"the copy {_token(route, facts.item(m))} of {name} is missing" for m in missing.tolist()
+            ))
+        else:
+            extra = rows[rows >= 0]
+            found += some(extra, (
+                f"{facts.task(i)} is there, but nothing on device {table.peer[i]} needs it"
+                for i in extra.tolist()
+            ))
+    ids = np.flatnonzero(table.kind == Kind.COPY)
+    producer = np.asarray([v.producer for v in facts.graph.values] + [-1])
+    wrong = ids[producer[table.value[ids]] != table.stage[ids]]
+    found += some(wrong, (
+        f"{facts.task(i)} is listed under stage {table.stage[i]}, which does not make the value"
+        for i in wrong.tolist()
+    ))
+    kept = np.concatenate([np.empty(0, np.int64), *facts.copies.values()])
+    extra = np.setdiff1d(ids, kept)
+    found += some(extra, (f"{facts.task(i)} stands more than once" for i in extra.tolist()))
+    return found + _send_order(facts)
+
+
+def _token(route: Route, item: str) -> str:
+    value, gradient, source, target = route
+    return f"{'d' if gradient else ''}v{value}[{item}]:{source}>{target}"
+
+
+def _routes(facts: Facts) -> set[Route]:
+    made = set()
+    for value, info in enumerate(facts.graph.values):
+        home = int(facts.home[info.producer])
+        made |= {(value, 0, home, d) for d in facts.readers_on(value) if d != home}
+        made |= {(value, 1, d, home) for d in facts.gradients_on(value) if d != home}
+    return made
+
+
+def _send_order(facts: Facts) -> list[str]:
+    """Between two devices sends and receives are the same tasks in the same order."""
+    table, lanes = facts.table, facts.plan.lanes
+    found = []
+    for device in range(facts.plan.devices):
+        for peer in np.unique(table.peer[lanes[device][Lane.OUT]]).tolist():
+            out, into = lanes[device][Lane.OUT], lanes[peer][Lane.IN]
+            out, into = out[table.peer[out] == peer], into[table.device[into] == device]
+            differ = np.flatnonzero(out != into)  # of one length: every COPY stands in both lanes
+            if len(differ):
+                sent, received = table.task(int(out[differ[0]])), table.task(int(into[differ[0]]))
+                found.append(
+                    f"device {device} sends {sent} where device {peer} receives {received}; the order of sends "
+                    "must be the order of receives"
+                )
+    return found

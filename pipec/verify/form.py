@@ -1,0 +1,139 @@
+"""Form: every number in a plan names something that exists, and every task stands in the lanes it belongs to.
+
+The invariants index by these numbers, so they are looked at only in a plan of the right form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipec.ir import BUFFER_COLUMNS, TABLE_COLUMNS, Buffer, Kind, Lane, Plan
+from pipec.verify.facts import some
+
+BIG = int(np.iinfo(np.int32).max)
+
+
+def form(plan: Plan) -> list[str]:
+    """What is malformed: unknown stages, devices, values, tasks; tasks missing from a lane or standing twice."""
+    found = list(_graph(plan)) or list(_table(plan))
+    return found or [*_lanes(plan), *_waits(plan), *_buffers(plan)]
+
+
+def lane_name(lane: int) -> str:
+    return ("compute", "copy-out", "copy-in")[lane]
+
+
+def _graph(plan: Plan) -> Iterator[str]:
+    stages = len(plan.graph.stages)
+    for number, value in enumerate(plan.graph.values):
+        if not 0 <= value.producer < stages or any(not value.producer < r < stages for r in value.readers):
+            yield (
+                f"value v{number} goes from stage {value.producer} to {_list(value.readers)}, but a value "
+                f"goes from one of the stages 0..{stages - 1} to later ones"
+            )
+    placed = sorted(stage for chunk in plan.chunks for stage in chunk.stages)
+    if placed != list(range(stages)):
+        yield f"the chunks hold the stages {_list(placed)}, but each of 0..{stages - 1} belongs in one"
+    for chunk in plan.chunks:
+        if not 0 <= chunk.device < plan.devices:
+            yield f"chunk {chunk.index} is on device {chunk.device}; the devices are 0..{plan.devices - 1}"
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    table = plan.table
+    if len({len(getattr(table, name)) for name in TABLE_COLUMNS}) > 1:
+        yield "the columns of the task table differ in length"
+        return
+    wrong = np.flatnonzero((table.kind < 0) | (table.kind >= len(Kind)))
+    if len(wrong):
+        yield from some(wrong, (f"task %{i} has the unknown kind {table.kind[i]}" for i in wrong.tolist()))
+        return
+    copy, update = table.kind == Kind.COPY, table.kind == Kind.UPDATE
+    limits = (
+        ("stage", np.where(update, -1, 0), len(plan.graph.stages)),
+        ("microbatch", 0, np.where(update, BIG, plan.microbatches)),
+        ("slice", 0, plan.slices),
+        ("replica", 0, plan.replicas),
+        ("version", 0, BIG),
+        ("device", 0, plan.devices),
+        ("peer", np.where(copy, 0, -1), np.where(copy, plan.devices, 0)),
+        ("value", np.where(copy, 0, -1), np.where(copy, len(plan.graph.values), 0)),
+    )
+    for name, least, beyond in limits:
+        column = getattr(table, name)
+        low, high = np.broadcast_to(least, column.shape), np.broadcast_to(beyond, column.shape)
+        wrong = np.flatnonzero((column < low) | (column >= high))
+        yield from some(wrong, (
+            f"task %{i} ({table.task(i)}) has {name} {column[i]}; it must lie in {low[i]}..{high[i] - 1}"
+            for i in wrong.tolist()
+        ))
+    wrong = np.flatnonzero(copy & (table.device == table.peer))
+    yield from some(wrong, (
+        f"task %{i} ({table.task(i)}) copies from device {table.device[i]} to itself" for i in wrong.tolist()
+    ))
+
+
+def _lanes(plan: Plan) -> Iterator[str]:
+    table, size = plan.table, len(plan.table)
+    if len(plan.lanes) != plan.devices or any(len(lanes) != len(Lane) for lanes in plan.lanes):
+        yield f"the plan has lanes for {len(plan.lanes)} devices, but {plan.devices} devices"
+        return
+    copy = table.kind == Kind.COPY
+    for device, lanes in enumerate(plan.lanes):
+        here = table.device == device
+        belongs = (~copy & here, copy & here, copy & (table.peer == device))
+        for lane, ids, own in zip(Lane, lanes, belongs, strict=True):
+            where = f"the {lane_name(lane)} lane of device {device}"
+            outside = ids[(ids < 0) | (ids >= size)]
+            if len(outside):
+                yield f"{where} holds %{outside[0]}, but the tasks are %0..%{size - 1}"
+                continue
+            times = np.bincount(ids, minlength=size)
+            for rows, what in (
+                (own & (times == 0), "is missing from"),
+                (~own & (times > 0), "does not belong in"),
+                (own & (times > 1), "stands twice in"),
+            ):
+                wrong = np.flatnonzero(rows)
+                yield from some(wrong, (f"{table.task(i)} (%{i}) {what} {where}" for i in wrong.tolist()))
+
+
+def _waits(plan: Plan) -> Iterator[str]:
+    start, ids, size = plan.waits.start, plan.waits.ids, len(plan.table)
+    if len(start) != size + 1 or start[0] != 0 or start[-1] != len(ids) or (np.diff(start) < 0).any():
+        yield "the table of waits does not fit the tasks"
+        return
+    tasks = np.repeat(np.arange(size), np.diff(start))
+    wrong = np.flatnonzero((ids < 0) | (ids >= size) | (ids == tasks))
+    yield from some(wrong, (
+        f"{plan.table.task(int(tasks[k]))} (%{tasks[k]}) waits for %{ids[k]}, which is "
+        + ("itself" if ids[k] == tasks[k] else "no task")
+        for k in wrong.tolist()
+    ))
+
+
+def _buffers(plan: Plan) -> Iterator[str]:
+    buffers, size = plan.buffers, len(plan.table)
+    if len({len(getattr(buffers, name)) for name in BUFFER_COLUMNS}) > 1:
+        yield "the columns of the table of buffers differ in length"
+        return
+    refs = np.where(buffers.kind == Buffer.ACTIVATION, len(plan.graph.stages), len(plan.graph.values))
+    limits = {"kind": len(Buffer), "ref": refs, "replica": plan.replicas, "microbatch": plan.microbatches,
+              "slice": plan.slices, "device": plan.devices, "writer": size, "free": size}
+    bad = np.zeros(len(buffers), bool)
+    for name, high in limits.items():
+        column = getattr(buffers, name)
+        bad |= (column < 0) | (column >= high)
+    wrong = np.flatnonzero(bad)
+    yield from some(wrong, (
+        f"buffer {i} (written by %{buffers.writer[i]}, freed by %{buffers.free[i]}) names a stage, value, "
+        "microbatch, device or task that is not there"
+        for i in wrong.tolist()
+    ))
+
+
+def _list(numbers: Sequence[int]) -> str:
+    text = ", ".join(map(str, numbers)) or "none"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,210 @@
+"""Invariants about memory: what lives from when to when, and that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from pipec.costs import Activations, Costs
+from pipec.errors import ScheduleError
+from pipec.ir import Buffer, Kind
+from pipec.passes.draft import pairs
+from pipec.simulate import value_bytes
+from pipec.timeline import show_bytes
+from pipec.verify.facts import Facts, Need, NotChecked, Rows, grouped, some
+from pipec.verify.tasks import UNRUNNABLE
+
+
+@frozen(eq=False)
+class Wanted:
+    """A buffer that every microbatch needs: which tasks may write it first, and which read it."""
+
+    kind: Buffer
+    ref: int
+    device: int
+    source: int  # the device a gradient comes from, else -1
+    writers: Sequence[Rows]
+    readers: Sequence[Rows]
+
+
+def wanted_buffers(facts: Facts) -> list[Wanted]:
+    """The buffers that the graph asks for, worked out from it and not from the plan's own table."""
+    index, made = facts.index, []
+    for stage, info in enumerate(facts.graph.stages):
+        if info.backward and facts.training:
+            again = index.of(Kind.RECOMPUTE, stage)
+            writer = np.where(again >= 0, again, index.of(Kind.FORWARD, stage))
+            readers = [index.input_backward(stage), index.of(Kind.BACKWARD_WEIGHT, stage)]
+            made.append(Wanted(Buffer.ACTIVATION, stage, int(facts.home[stage]), -1, [writer], readers))
+    for value, about in enumerate(facts.graph.values):
+        home = int(facts.home[about.producer])
+        reading = facts.readers_on(value)
+        sent = {d: facts.copy(value, 0, home, d) for d in reading if d != home}
+        local = [rows for r in reading.get(home, []) for rows in _uses(facts, r)]
+        forward = index.of(Kind.FORWARD, about.producer)
+        made.append(Wanted(Buffer.VALUE, value, home, -1, [forward], [*local, *sent.values()]))
+        for device, rows in sent.items():
+            uses = [use for r in reading[device] for use in _uses(facts, r)]
+            made.append(Wanted(Buffer.VALUE, value, device, -1, [rows], uses))
+        backward = index.input_backward(about.producer)
+        for device, stages in facts.gradients_on(value).items():
+            writers = [index.input_backward(r) for r in stages]
+            if device == home:
+                made.append(Wanted(Buffer.GRADIENT, value, home, home, writers, [backward]))
+            else:
+                copy = facts.copy(value, 1, device, home)
+                made.append(Wanted(Buffer.GRADIENT, value, device, device, writers, [copy]))
+                made.append(Wanted(Buffer.GRADIENT, value, home, device, [copy], [backward]))
+    return made
+
+
+def _uses(facts: Facts, stage: int) -> list[Rows]:
+    """The tasks of a stage that read its inputs."""
+    index = facts.index
+    return [index.of(Kind.FORWARD, stage), index.of(Kind.RECOMPUTE, stage), index.input_backward(stage)]
+
+
+def lifetimes(facts: Facts) -> list[str] | NotChecked:
+    """Every activation, value and gradient has one buffer on each device that needs it, freed once, by a task
+    that comes after all its readers on all lanes."""
+    if facts.reach.order is None:
+        return UNRUNNABLE
+    held = _held(facts)
+    found: list[str] = []
+    needs: list[Need] = []
+    buffers = facts.plan.buffers
+    for want in wanted_buffers(facts):
+        rows = held.pop((want.kind, want.ref, want.device, want.source), None)
+        first = np.full(facts.items, -1, np.int64) if rows is None else rows
+        exists = np.maximum.reduce(list(want.writers)) >= 0
+        lacking = np.flatnonzero(exists & (first < 0))
+        found += some(lacking, (
+            f"{_name(facts, want, m)} has no buffer on device {want.device}" for m in lacking.tolist()
+        ))
+        there = first >= 0
+        writer = np.where(there, buffers.writer[first], -1)
+        free = np.where(there, buffers.free[first], -1)
+        right = np.logical_or.reduce([writer == candidate for candidate in want.writers])
+        wrong = np.flatnonzero(there & ~right)
+        found += some(wrong, (
+            f"{_name(facts, want, m)} on device {want.device} begins its life in "
+            f"{facts.task(int(writer[m]))}, which does not write it"
+            for m in wrong.tolist()
+        ))
+        for candidate in want.writers:
+            other = np.where(candidate != writer, candidate, -1)
+            why = "{after} adds to a buffer that begins its life in {before}, which does not come first"
+            needs.append(Need(*pairs(np.where(right, writer, -1), other), why))
+        what = f"{want.kind.letter}{want.ref} on device {want.device}"
+        for reader in want.readers:
+            other = np.where(reader != free, reader, -1)
+            needs.append(Need(*pairs(other, free), "{after} frees " + what + " but does not wait for its reader {before}"))
+    for rows in held.values():
+        extra = rows[rows >= 0]
+        found += some(extra, (
+            f"device {buffers.device[i]} holds {buffers.token(i)}, which nothing there needs"
+            for i in extra.tolist()
+        ))
+    return found + _twice(facts) + _places(facts) + facts.unproved(needs)
+
+
+def _name(facts: Facts, want: Wanted, item: int) -> str:
+    what = f"{want.kind.letter}{want.ref}[{facts.item(item)}]"
+    if want.kind is Buffer.ACTIVATION:
+        return f"{what} (activations of stage {facts.stage(want.ref)})"
+    return f"{what} ({'gradient of ' if want.kind is Buffer.GRADIENT else ''}value {facts.value(want.ref)})"
+
+
+def _keys(facts: Facts) -> Rows:
+    """Per buffer one number for (kind, ref, device, source)."""
+    buffers, table, devices = facts.plan.buffers, facts.table, facts.plan.devices
+    refs = max(len(facts.graph.stages), len(facts.graph.values), 1)
+    source = np.where(buffers.kind == Buffer.GRADIENT, table.device[buffers.writer], -1)
+    key = (buffers.kind.astype(np.int64) * refs + buffers.ref) * devices + buffers.device
+    return np.asarray(key * (devices + 1) + source + 1)
+
+
+def _held(facts: Facts) -> dict[tuple[int, int, int, int], Rows]:
+    """Rows of the buffers by (kind, ref, device, source) and item, -1 where there is none."""
+    devices, refs = facts.plan.devices, max(len(facts.graph.stages), len(facts.graph.values), 1)
+    item = facts.item_of(facts.plan.buffers)
+    made = {}
+    for key, own in grouped(_keys(facts)):
+        rows = np.full(facts.items, -1, np.int64)
+        rows[item[own]] = own
+        key, source = divmod(key, devices + 1)
+        key, device = divmod(key, devices)
+        made[key // refs, key % refs, device, source - 1] = rows
+    return made
+
+
+def _twice(facts: Facts) -> list[str]:
+    buffers = facts.plan.buffers
+    key = _keys(facts) * facts.items + facts.item_of(buffers)
+    _, first = np.unique(key, return_index=True)
+    extra = np.setdiff1d(np.arange(len(buffers)), first)
+    return some(extra, (
+        f"{buffers.token(i)} lives more than once on device {buffers.device[i]}" for i in extra.tolist()
+    ))
+
+
+def _places(facts: Facts) -> list[str]:
+    """Writers and free points stand on a lane of the buffer's own device."""
+    buffers, table = facts.plan.buffers, facts.table
+    found: list[str] = []
+    for word, column in (("written", buffers.writer), ("freed", buffers.free)):
+        here = (table.device[column] == buffers.device) | (table.peer[column] == buffers.device)
+        wrong = np.flatnonzero(~here)
+        found += some(wrong, (
+            f"{buffers.token(i)} lives on device {buffers.device[i]} but is {word} by "
+            f"{facts.task(int(column[i]))}" for i in wrong.tolist()
+        ))
+    return found
+
+
+def memory(facts: Facts) -> list[str] | NotChecked:
+    """The simulated peak of activations, values and gradients stays within the limit on every device."""
+    limit, plan = facts.memory_limit, facts.plan
+    if limit is None:
+        return NotChecked("no memory limit is given")
+    check_limit(limit)
+    if facts.reach.order is None:
+        return UNRUNNABLE
+    timeline = plan.simulate()
+    if isinstance(limit, Activations):
+        return [
+            f"device {device} holds {peak:g} activations at its peak; the limit is {limit.shares:g}"
+            for device, peak in enumerate(timeline.peak_share) if peak > limit.shares * (1 + 1e-9)
+        ]
+    if timeline.peak_bytes is None:
+        raise ScheduleError(
+            f"memory_limit={limit!r} is in bytes, but bytes are unknown for {_unknown(facts)}; give them as "
+            "costs=pipec.Costs(stages={name: {'activation_bytes': ..., 'output_bytes': ...}}), profile the "
+            "modules, or limit shares with pipec.activations(n)"
+        )
+    return [
+        f"device {device} holds {show_bytes(peak)} at its peak; the limit is {show_bytes(limit)}"
+        for device, peak in enumerate(timeline.peak_bytes) if peak > limit
+    ]
+
+
+def check_limit(limit: Any) -> None:
+    """Raise ScheduleError unless ``limit`` is a positive number of bytes or :func:`pipec.activations`."""
+    number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if not isinstance(limit, Activations) and not (number and limit > 0):
+        raise ScheduleError(
+            f"memory_limit must be a positive number of bytes or pipec.activations(n), got {limit!r}"
+        )
+
+
+def _unknown(facts: Facts) -> str:
+    costs, plan = facts.plan.costs or Costs(), facts.plan
+    stages = sorted(set(plan.buffers.ref[plan.buffers.kind == Buffer.ACTIVATION].tolist()))
+    names = [f"the activations of stage {facts.stage(s)}" for s in stages
+             if costs.activation_bytes(facts.graph.stages[s].name) is None]
+    sizes = value_bytes(plan, costs)
+    names += [f"value {facts.value(v)}" for v, size in enumerate(sizes) if size is None]
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -1,0 +1,223 @@
+"""Invariants about the compute tasks: all there, in order, on declared weights, updates after gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan, Table
+from pipec.verify.facts import Facts, Need, NotChecked, Rows, some
+
+UNRUNNABLE = NotChecked("the plan does not run to its end")
+HALF = "is missing, the other half of its backward is there"
+COUNTED = (Kind.FORWARD, Kind.RECOMPUTE, *BACKWARDS)
+ASCENDING = (
+    "{after} stands before {before}; stages whose buffers change run their forwards in ascending order of "
+    "the microbatches"
+)
+
+
+def tasks(facts: Facts) -> list[str]:
+    """Every stage and microbatch has one FORWARD and, where a loss depends on it, one backward, whole or in
+    halves, on the stage's device; UPDATE tasks are those the plan declares, after the gradients they use."""
+    table, stages, items = facts.table, len(facts.graph.stages), facts.items
+    own = np.flatnonzero(np.isin(table.kind, COUNTED))
+    key = (table.kind[own].astype(np.int64) * stages + table.stage[own]) * items + facts.item_of(table)[own]
+    count = np.bincount(key, minlength=len(Kind) * stages * items).reshape(len(Kind), stages, items)
+    wanted = np.asarray([stage.backward and facts.training for stage in facts.graph.stages], bool)[:, None]
+    whole, first, second = (count[kind] > 0 for kind in BACKWARDS)
+    any_ = whole | first | second
+    found: list[str] = []
+    for kind, wrong, text in (
+        *((kind, count[kind] > 1, "stands more than once") for kind in COUNTED),
+        (Kind.FORWARD, count[Kind.FORWARD] == 0, "is missing"),
+        (Kind.BACKWARD, wanted & ~any_, "is missing"),
+        (Kind.BACKWARD, whole & (first | second), "stands whole and in halves"),
+        (Kind.BACKWARD_INPUT, ~whole & ~first & second, HALF),
+        (Kind.BACKWARD_WEIGHT, ~whole & first & ~second, HALF),
+        (Kind.BACKWARD, ~wanted & any_, "is there, but no loss depends on the stage"),
+        (Kind.RECOMPUTE, (count[Kind.RECOMPUTE] > 0) & ~any_, "is there without a backward to recompute for"),
+    ):
+        rows = np.flatnonzero(wrong)
+        found += some(rows, (f"{facts.token(kind, *divmod(at, items))} {text}" for at in rows.tolist()))
+    placed = own if facts.plan.update is None else np.append(own, np.flatnonzero(_staged(table)))
+    stray = placed[facts.home[table.stage[placed]] != table.device[placed]]
+    found += some(stray, (
+        f"{table.task(i)} stands on device {table.device[i]}, but its stage {facts.stage(table.stage[i])} is "
+        f"on device {facts.home[table.stage[i]]}"
+        for i in stray.tolist()
+    ))
+    return found + _updates_present(facts) + facts.unproved(_update_needs(facts))
+
+
+def _staged(table: Table) -> npt.NDArray[np.bool_]:
+    """The UPDATE tasks of single stages."""
+    return np.asarray((table.kind == Kind.UPDATE) & (table.stage >= 0))
+
+
+def _updates_present(facts: Facts) -> list[str]:
+    table, update = facts.table, facts.plan.update
+    ids = np.flatnonzero(table.kind == Kind.UPDATE)
+    if update not in (None, "stage", "all"):
+        return [f"the plan declares update={update!r}; known are None, 'stage' and 'all'"]
+    if update is None:
+        return some(ids, (f"{facts.task(i)} is there, but the plan declares no update" for i in ids.tolist()))
+    trained = [s for s, stage in enumerate(facts.graph.stages) if stage.backward]
+    wanted = trained if update == "stage" else [-1]
+    stages = table.stage[ids].tolist()
+    found = [
+        f"the UPDATE of {f'stage {facts.stage(s)}' if s >= 0 else 'all stages'} "
+        + ("is missing" if s not in stages else f"stands {stages.count(s)} times")
+        for s in wanted if stages.count(s) != 1
+    ]
+    extra = ids[~np.isin(table.stage[ids], wanted)]
+    return found + some(extra, (
+        f"{facts.task(i)} is there, but update={update!r} has no use for it" for i in extra.tolist()
+    ))
+
+
+def _update_needs(facts: Facts) -> list[Need]:
+    """Each UPDATE comes after all backwards of the stages it updates."""
+    table = facts.table
+    made: list[Need] = []
+    backward = np.flatnonzero(np.isin(table.kind, BACKWARDS))
+    why = "{after} does not wait for {before}, whose gradient it uses"
+    for update in np.flatnonzero(table.kind == Kind.UPDATE).tolist():
+        if table.stage[update] < 0:
+            made.append(_each_after(facts, _last_of_devices(facts), update, why))
+    of_stage = np.full(len(facts.graph.stages) + 1, -1, np.int64)
+    staged = np.flatnonzero(_staged(table))
+    of_stage[table.stage[staged]] = staged
+    after = of_stage[table.stage[backward]]
+    made.append(Need(backward[after >= 0], after[after >= 0], why))
+    return made
+
+
+def _last_of_devices(facts: Facts) -> Rows:
+    """The last backward on every device's lane: all others end before it."""
+    last = []
+    for lanes in facts.plan.lanes:
+        own = lanes[Lane.COMPUTE]
+        own = own[np.isin(facts.table.kind[own], BACKWARDS)]
+        last += own[-1:].tolist()
+    return np.asarray(last, np.int64)
+
+
+def _each_after(facts: Facts, before: Rows, after: int, why: str) -> Need:
+    return Need(before, np.full(len(before), after, np.int64), why)
+
+
+def order(facts: Facts) -> list[str]:
+    """F before B before W; RECOMPUTE after F and before its B, with one live copy; stages whose buffers
+    change run their forwards in ascending order."""
+    found = facts.unproved(facts.own_needs)
+    buffers = facts.plan.buffers
+    saved = np.flatnonzero(buffers.kind == Buffer.ACTIVATION)
+    key = buffers.ref[saved].astype(np.int64) * facts.items + facts.item_of(buffers)[saved]
+    copies = np.bincount(key, minlength=1)
+    twice = np.flatnonzero(copies > 1)
+    found += some(twice, (
+        f"the activations of stage {facts.stage(k // facts.items)}, microbatch "
+        f"{facts.item(k % facts.items)}, are held {copies[k]} times; one copy is enough"
+        for k in twice.tolist()
+    ))
+    for stage, info in enumerate(facts.graph.stages):
+        if not info.ordered:
+            continue
+        for replica in range(facts.plan.replicas):
+            rows = facts.index.of(Kind.FORWARD, stage)
+            rows = rows.reshape(facts.plan.replicas, facts.plan.slices, facts.plan.microbatches)
+            flat = rows[replica].T.ravel()  # microbatch by microbatch, its slices in order
+            flat = flat[flat >= 0]
+            found += facts.unproved([Need(flat[:-1], flat[1:], ASCENDING)])
+    return found
+
+
+@frozen(eq=False)
+class Declared:
+    """What a schedule declares about the weights its tasks read.
+
+    Attributes:
+        staleness: per task how many updates older than the newest the weights are that it reads; the newest
+            is counted from the UPDATE tasks of its stage that stand before it on its lane.
+        kept: per stage how many versions are kept at once.
+    """
+
+    staleness: npt.NDArray[Any]
+    kept: npt.NDArray[Any]
+
+
+def synchronous(plan: Plan) -> Declared:
+    """Every task reads the newest weights, of which one version is kept."""
+    return Declared(np.zeros(len(plan.table), np.int64), np.ones(len(plan.graph.stages), np.int64))
+
+
+# By schedule name, what asynchronous schedules declare; every other one is synchronous.
+DECLARED: dict[str, Callable[[Plan], Declared]] = {}
+
+
+def versions(facts: Facts) -> list[str]:
+    """Every task reads the version that its schedule declares, and one that is still kept."""
+    declared = DECLARED.get(facts.plan.schedule, synchronous)(facts.plan)
+    table = facts.table
+    reading = np.isin(table.kind, COUNTED)
+    made = _updates_before(facts)
+    stale = made - table.version
+    kept = declared.kept[table.stage]
+    early = np.flatnonzero(reading & (stale < 0))
+    gone = np.flatnonzero(reading & (stale >= kept))
+    other = np.flatnonzero(reading & (stale >= 0) & (stale < kept) & (stale != declared.staleness))
+    return [
+        *some(early, (
+            f"{facts.task(i)} reads weight version {table.version[i]}, but {_updates(made[i])} of its stage "
+            "stand before it" for i in early.tolist()
+        )),
+        *some(gone, (
+            f"{facts.task(i)} reads weight version {table.version[i]} after {_updates(made[i])} of its "
+            f"stage; the newest {kept[i]} are kept" for i in gone.tolist()
+        )),
+        *some(other, (
+            f"{facts.task(i)} reads weights {_updates(stale[i])} old; schedule {facts.plan.schedule!r} "
+            f"declares {declared.staleness[i]}" for i in other.tolist()
+        )),
+    ]
+
+
+def _updates_before(facts: Facts) -> Rows:
+    """Per task the UPDATEs of its stage that stand before it on its device's compute lane."""
+    table = facts.table
+    made = np.zeros(len(table), np.int64)
+    for lanes in facts.plan.lanes:
+        lane = lanes[Lane.COMPUTE]
+        is_update = table.kind[lane] == Kind.UPDATE
+        if not is_update.any():
+            continue
+        for stage in np.unique(table.stage[lane][~is_update]).tolist():
+            own = table.stage[lane] == stage
+            counts = np.cumsum(is_update & (own | (table.stage[lane] < 0)))
+            made[lane[own]] = counts[own]
+    return made
+
+
+def _updates(count: Any) -> str:
+    return "1 update" if count == 1 else f"{count or 'no'} updates"
+
+
+def updates(facts: Facts) -> list[str] | NotChecked:
+    """In a synchronous plan no UPDATE starts before every backward of every device has ended, so that
+    clipping and checks for inf see all gradients; plans with ``update_early`` opt out."""
+    plan = facts.plan
+    if plan.update_early:
+        return NotChecked("the plan updates each stage early, so nothing may need all gradients at once")
+    if plan.schedule in DECLARED:
+        return NotChecked("an asynchronous plan updates while other gradients are under way")
+    if facts.reach.order is None:
+        return UNRUNNABLE
+    why = "{after} does not wait for {before}; without update_early it comes after every backward of the step"
+    rows = np.flatnonzero(facts.table.kind == Kind.UPDATE)
+    last = _last_of_devices(facts)
+    return facts.unproved([_each_after(facts, last, update, why) for update in rows.tolist()])
