@@ -1,7 +1,8 @@
 """Published figures of the synchronous schedules must come out of policy and simulator together.
 
 Units: with v chunks per device a chunk costs 1/v of its device's forward F and backward halves B and W; a
-hand-over between devices costs c. Activations are counted in shares, one being all of a device for a microbatch.
+hand-over between devices costs c. Activations are counted in shares, one being all of a device for a
+microbatch.
 """
 
 from __future__ import annotations
@@ -142,10 +143,13 @@ def test_interleaved_keeps_its_bubble_for_any_number_of_microbatches(P, v, durat
         assert max(line.peak_share) == close(min(M, (2 * P - 1 + (v - 1) * largest) / v))
 
 
-@pytest.mark.parametrize(("policy", "v"), [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), (InterleavedOneFOneB(2), 2),
-                                           (InterleavedOneFOneB(3), 3), (LoopedBFS(2), 2), (LoopedBFS(3), 3)])
+@pytest.mark.parametrize(
+    ("policy", "v"),
+    [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), (InterleavedOneFOneB(2), 2), (InterleavedOneFOneB(3), 3),
+     (LoopedBFS(2), 2), (LoopedBFS(3), 3)],
+)
 def test_lower_bounds(policy, v):
-    """The last device starts after P - 1 forwards; after its last backward P - 1 more follow on other devices."""
+    """The last device starts after P - 1 forwards; after its last backward P - 1 more follow elsewhere."""
     for P, M, c in product([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 7, 9], [0.0, 0.25]):
         F, BW = 1.0, 2.0
         line = timeline(policy, P, M, v, c=c)
@@ -157,7 +161,7 @@ def test_lower_bounds(policy, v):
 
 
 def best_makespan(P, M, F, BW, c):
-    """Least makespan over all orders of a linear pipeline that keep microbatches ascending, by trying each."""
+    """Least makespan of a linear pipeline over all orders that keep microbatches ascending."""
 
     def rows(forwards, backwards):
         if backwards == M:
@@ -199,9 +203,9 @@ def test_no_order_beats_eager_1f1b_and_gpipe(P, M, c):
 
 
 def test_bytes_over_a_bandwidth_queue_on_the_copy_lane():
-    """Copies of 2 units between 2 devices while a forward takes 1: the lane, not the compute, sets the pace."""
+    """Copies take 2 units, a forward takes 1: the lane, not the compute, sets the pace."""
     costs = pipec.Costs(bandwidth=1.0, values={"s0": 2})
     plan = pipec.compile(pipec.chain(2), devices=2, microbatches=4, schedule="gpipe", costs=costs)
-    # device 1 starts microbatch m when its copy arrives, at 3 + 2m; its last forward ends at 10, its backwards at
-    # 12, 14, 16, 18, gradients arrive 2 later, and the last backward of device 0 ends at 22
+    # Device 1 starts microbatch m when its copy arrives, at 3 + 2m. Its last forward ends at 10, its backwards
+    # at 12, 14, 16, 18; the last gradient arrives at 20, and device 0 ends at 22.
     assert plan.simulate().makespan == 22
