@@ -1,0 +1,190 @@
+"""What part of a timeline is drawn: windows that the caller asks for, bands of large plans, and hard limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from pipec.errors import RenderError
+from pipec.ir import Lane
+from pipec.timeline import Timeline
+
+BAND = 9_000  # tasks a picture holds before only its beginning is drawn
+MOST = 20_000  # tasks a window may ask for
+THIN = 3.0  # points: a task drawn narrower than this on average is a smear
+WIDEST = 2_400.0  # points, the widest time axis chosen
+ROOM = 24.0  # points, a comfortable average task
+MOST_DEVICES = 512
+
+
+@frozen(eq=False)
+class View:
+    """The part of one timeline that is drawn. ``shown`` and ``others`` are ids of compute tasks per device."""
+
+    timeline: Timeline
+    devices: tuple[int, ...]
+    begin: float
+    end: float
+    shown: dict[int, npt.NDArray[np.int32]]
+    others: dict[int, npt.NDArray[np.int32]]
+    note: str
+
+    @property
+    def count(self) -> int:
+        return sum(len(ids) for ids in self.shown.values())
+
+    @property
+    def mean(self) -> float:
+        """The mean duration of the tasks shown that take time."""
+        spans = np.concatenate([self.timeline.end[i] - self.timeline.start[i] for i in self.shown.values()] or [[0.0]])
+        spans = spans[spans > 0]
+        return float(spans.mean()) if len(spans) else 1.0
+
+
+def numbers(given: Any, what: str, count: int) -> tuple[int, ...]:
+    """A window over ``count`` devices or microbatches: one number, or several in any collection.
+
+    Raises:
+        RenderError: it is no number, or one that the plan has not.
+    """
+    chosen: Sequence[Any] = [given] if isinstance(given, (int, np.integer)) else (
+        list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [])
+    good = [n for n in chosen if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < count]
+    if not chosen or len(good) < len(chosen):
+        raise RenderError(f"{what}={given!r}: expected numbers from 0 to {count - 1}, such as range(0, {count})")
+    return tuple(sorted({int(n) for n in good}))
+
+
+def interval(given: Any) -> tuple[float, float]:
+    """A window of time. Raises RenderError when it is not two ascending numbers."""
+    try:
+        begin, end = (float(part) for part in given)
+    except (TypeError, ValueError):
+        begin = end = 0.0
+    if not begin < end:
+        raise RenderError(f"time={given!r}: expected two ascending numbers, such as (0, 100)")
+    return begin, end
+
+
+def view(
+    timeline: Timeline, devices: Any = None, microbatches: Any = None, time: Any = None, width: float | None = None,
+) -> View:
+    """The tasks to draw: all, a window, or for a large plan without a window its beginning.
+
+    Raises:
+        RenderError: an empty or impossible window, or one with more tasks than a picture can show.
+    """
+    plan = timeline.plan
+    chosen = tuple(range(plan.devices)) if devices is None else numbers(devices, "devices", plan.devices)
+    if len(chosen) > MOST_DEVICES:
+        raise RenderError(
+            f"{len(chosen)} devices are too many for one picture (at most {MOST_DEVICES}); draw some of them: "
+            f"devices=range(0, {min(64, plan.devices)})"
+        )
+    wanted = None if microbatches is None else numbers(microbatches, "microbatches", plan.microbatches)
+    lanes = {d: plan.lanes[d][Lane.COMPUTE] for d in chosen}
+    begin, end = (0.0, timeline.makespan) if time is None else interval(time)
+    if begin < timeline.makespan:  # an axis past the end would show nothing
+        end = min(end, timeline.makespan)
+    inside = {d: _inside(timeline, ids, begin, end) for d, ids in lanes.items()}
+    if wanted is not None:
+        inside, begin, end = _narrow(timeline, inside, wanted, begin, end, time is not None)
+    if time is not None and not any(len(ids) for ids in inside.values()):
+        raise RenderError(
+            f"nothing runs in time=({begin:g}, {end:g}) on the devices shown; the timeline ends at {timeline.makespan:g}")
+    window = devices is not None or wanted is not None or time is not None
+    made = View(timeline, chosen, begin, end, inside, {d: lanes[d][:0] for d in chosen}, "")
+    if not window:
+        return _band(made, width)
+    _check(made, width)
+    others = {d: np.setdiff1d(_inside(timeline, ids, begin, end), inside[d]) for d, ids in lanes.items()}
+    return View(timeline, chosen, begin, end, inside, others if wanted is not None else made.others,
+                _window_note(made, devices is not None, wanted))
+
+
+def _inside(timeline: Timeline, ids: npt.NDArray[np.int32], begin: float, end: float) -> npt.NDArray[np.int32]:
+    start, stop = timeline.start[ids], timeline.end[ids]
+    return ids[((start < end) & (stop > begin)) | ((start == stop) & (start >= begin) & (start <= end))]
+
+
+def _narrow(
+    timeline: Timeline, inside: dict[int, npt.NDArray[np.int32]], wanted: tuple[int, ...], begin: float, end: float,
+    fixed: bool,
+) -> tuple[dict[int, npt.NDArray[np.int32]], float, float]:
+    """Only the microbatches wanted, and the time they take unless that is fixed."""
+    from pipec.ir import Kind
+
+    table = timeline.plan.table
+    kept = {
+        d: ids[np.isin(table.microbatch[ids], wanted) & (table.kind[ids] != Kind.UPDATE)] for d, ids in inside.items()
+    }
+    every = np.concatenate(list(kept.values()))
+    if not fixed and len(every):
+        begin, end = float(timeline.start[every].min()), float(timeline.end[every].max())
+    return kept, begin, end
+
+
+def axis_width(view: View, width: float | None = None) -> float:
+    """Points for the time axis: comfortable tasks where they fit, never wider than ``WIDEST`` unless asked for."""
+    if width is not None:
+        return width
+    per_task = (view.end - view.begin) / view.mean if view.end > view.begin else 1.0
+    return min(max(min(per_task * ROOM, 1100.0), per_task * ROOM / 2.5, 520.0), WIDEST)
+
+
+def _band(whole: View, width: float | None) -> View:
+    """All of it where it is legible, else as much of the beginning as is."""
+    timeline = whole.timeline
+    starts = np.sort(np.concatenate([timeline.start[i] for i in whole.shown.values()]))
+    end = whole.end
+    if len(starts) > BAND:
+        end = min(end, float(starts[BAND]))
+    end = min(end, whole.begin + (width or WIDEST) / THIN * whole.mean)
+    if end >= whole.end:
+        return whole
+    shown = {d: _inside(timeline, ids, whole.begin, end) for d, ids in whole.shown.items()}
+    made = View(timeline, whole.devices, whole.begin, end, shown, whole.others, "")
+    touched = timeline.plan.table.microbatch[np.concatenate(list(shown.values()))]
+    note = (
+        f"only the beginning is drawn: time {made.begin:.6g} to {end:.6g} of {timeline.makespan:.6g}, microbatches 0 to "
+        f"{touched.max(initial=0)} of {timeline.plan.microbatches}, {made.count:,} of {whole.count:,} tasks; "
+        "choose with time=, microbatches=, devices="
+    )
+    return View(timeline, whole.devices, whole.begin, end, shown, whole.others, note)
+
+
+def _check(made: View, width: float | None) -> None:
+    """Hard limits of a window that was asked for."""
+    axis = width or WIDEST
+    span = made.end - made.begin
+    if made.count > MOST or (span and made.mean * axis / span < THIN / 3):
+        part = min(1.0, BAND / max(made.count, 1), made.mean * axis / THIN / span if span else 1.0)
+        raise RenderError(
+            f"this window holds {made.count:,} tasks, which would be a smear; one that can be read: "
+            f"time=({made.begin:.6g}, {made.begin + part * span:.6g})"
+        )
+
+
+def _window_note(made: View, some_devices: bool, wanted: tuple[int, ...] | None) -> str:
+    plan = made.timeline.plan
+    parts = [f"time {made.begin:.6g} to {made.end:.6g} of {made.timeline.makespan:.6g}"]
+    if wanted is not None:
+        parts.append(f"microbatches {_ranges(wanted)} of {plan.microbatches}")
+    if some_devices:
+        parts.append(f"devices {_ranges(made.devices)} of {plan.devices}")
+    return "window: " + ", ".join(parts)
+
+
+def _ranges(values: tuple[int, ...]) -> str:
+    """``0-3, 7`` for 0 1 2 3 7."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
