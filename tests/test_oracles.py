@@ -206,6 +206,6 @@ def test_bytes_over_a_bandwidth_queue_on_the_copy_lane():
     """Copies take 2 units, a forward takes 1: the lane, not the compute, sets the pace."""
     costs = pipec.Costs(bandwidth=1.0, values={"s0": 2})
     plan = pipec.compile(pipec.chain(2), devices=2, microbatches=4, schedule="gpipe", costs=costs)
-    # Device 1 starts microbatch m when its copy arrives, at 3 + 2m. Its last forward ends at 10, its backwards
-    # at 12, 14, 16, 18; the last gradient arrives at 20, and device 0 ends at 22.
+    # Device 1 starts microbatch m when its copy arrives, at 3 + 2m. Its last forward ends at 10, its
+    # backwards at 12, 14, 16, 18; the last gradient arrives at 20, and device 0 ends at 22.
     assert plan.simulate().makespan == 22

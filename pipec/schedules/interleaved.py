@@ -71,7 +71,7 @@ def check_looped(problem: Problem, name: str) -> None:
             stage = problem.stage_names[chunk.stages[0]]
             raise ScheduleError(
                 f"schedule {name!r} needs chunks that loop over the devices, chunk c on device c mod "
-                f"{problem.devices}, but chunk {chunk.index} (stage {stage!r}) is on device {chunk.device} instead "
-                f"of {expected}; use placement='looped', or a schedule for any placement: '1f1b', 'eager-1f1b', "
-                "'gpipe', 'looped-bfs'"
+                f"{problem.devices}, but chunk {chunk.index} (stage {stage!r}) is on device {chunk.device} "
+                f"instead of {expected}; use placement='looped', or a schedule for any placement: '1f1b', "
+                "'eager-1f1b', 'gpipe', 'looped-bfs'"
             )
