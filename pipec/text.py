@@ -302,7 +302,8 @@ def from_dict(given: dict[str, Any]) -> Plan:
             Waits(**given["waits"]),
             Buffers(**given["buffers"]),
             given["replicas"], given["slices"],
-            None if given["costs"] is None else Costs(**given["costs"]), given["update_early"],
+            None if given["costs"] is None else Costs(**given["costs"]),
+            update_early=given["update_early"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(f"the saved plan cannot be read: {type(error).__name__}: {error}") from None

@@ -76,6 +76,7 @@ def lifetimes(facts: Facts) -> list[str] | NotChecked:
     found: list[str] = []
     needs: list[Need] = []
     buffers = facts.plan.buffers
+    writers, frees = (np.append(column, -1) for column in (buffers.writer, buffers.free))  # row -1: no buffer
     for want in wanted_buffers(facts):
         rows = held.pop((want.kind, want.ref, want.device, want.source), None)
         first = np.full(facts.items, -1, np.int64) if rows is None else rows
@@ -84,11 +85,9 @@ def lifetimes(facts: Facts) -> list[str] | NotChecked:
         found += some(lacking, (
             f"{_name(facts, want, m)} has no buffer on device {want.device}" for m in lacking.tolist()
         ))
-        there = first >= 0
-        writer = np.where(there, buffers.writer[first], -1)
-        free = np.where(there, buffers.free[first], -1)
+        writer, free = writers[first], frees[first]
         right = np.logical_or.reduce([writer == candidate for candidate in want.writers])
-        wrong = np.flatnonzero(there & ~right)
+        wrong = np.flatnonzero((first >= 0) & ~right)
         found += some(wrong, (
             f"{_name(facts, want, m)} on device {want.device} begins its life in "
             f"{facts.task(int(writer[m]))}, which does not write it"

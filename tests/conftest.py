@@ -1,0 +1,34 @@
+"""Golden files: ``golden(name, text)`` compares with ``tests/golden/name``; ``--update-golden`` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+GOLDEN = Path(__file__).parent / "golden"
+
+settings.register_profile("pipec", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("pipec")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with a golden file; a file that is missing fails the test."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if not path.exists():
+            pytest.fail(f"golden file {name} is missing; run pytest --update-golden and read what it wrote")
+        assert text == path.read_text(encoding="utf-8")
+
+    return check
