@@ -17,24 +17,30 @@ GRAPHS = ("timeline", "stages", "tasks")
 
 
 def draw(
-    what: Any, path: str | Path | None = None, *, graph: str = "timeline", titles: Sequence[str] | None = None,
+    what: Any,
+    path: str | Path | None = None,
+    *,
+    graph: str = "timeline",
+    titles: Sequence[str] | None = None,
     **options: Any,
 ) -> Picture:
     """Draw a plan, a timeline, or several of them stacked on one time axis.
 
-    The picture is returned (a notebook shows it; ``.dot`` is its DOT text) and, with ``path``, written: the suffix
-    decides the format, one of .svg, .png, .pdf (where the program can), .dot, .gv.
+    The picture is returned (a notebook shows it; ``.dot`` is its DOT text) and, with ``path``, written: the
+    suffix decides the format, one of .svg, .png, .pdf (where the program can), .dot, .gv.
 
     Args:
-        what: a Plan, a Timeline (simulated or measured), or a list of these; with ``graph="stages"`` a Pipeline too.
-        graph: "timeline", "stages" (the stages and values by device) or "tasks" (every task and what it needs, for
-            small plans).
+        what: a Plan, a Timeline (simulated or measured), or a list of these; with ``graph="stages"`` a
+            Pipeline too.
+        graph: "timeline", "stages" (the stages and values by device) or "tasks" (every task and what it
+            needs, for small plans).
         titles: with several timelines, a title each; by default their schedules.
         options: for timelines ``copies=True`` (an arrow per copy, skips dashed), ``lanes=True`` (copy lanes),
-            ``memory=`` (True, False, "shares", "bytes"), ``memory_limit=`` (bytes or ``pipec.activations(n)``),
-            ``critical=False``, ``legend=False``, ``width=`` (points), the windows ``devices=``, ``microbatches=``
-            (numbers in any collection) and ``time=(begin, end)``, ``costs=``. For the stage graph ``pipeline=``
-            (names the losses and outputs of a plan) and ``costs=`` (bytes). For all ``timeout=`` seconds.
+            ``memory=`` (True, False, "shares", "bytes"), ``memory_limit=`` (bytes or
+            ``pipec.activations(n)``), ``critical=False``, ``legend=False``, ``width=`` (points), the windows
+            ``devices=``, ``microbatches=`` (numbers in any collection) and ``time=(begin, end)``, ``costs=``.
+            For the stage graph ``pipeline=`` (names the losses and outputs of a plan) and ``costs=`` (bytes).
+            For all ``timeout=`` seconds.
 
     Raises:
         RenderError: an unknown option, more than a picture can show, or no program to paint with.
@@ -51,8 +57,8 @@ def draw(
     for item in timelines:
         if not isinstance(item, Timeline):
             raise RenderError(
-                f"draw takes a Plan or a Timeline, got {type(item).__name__}; compile a pipeline first, or draw it "
-                'with graph="stages"'
+                f"draw takes a Plan or a Timeline, got {type(item).__name__}; compile a pipeline first, or "
+                'draw it with graph="stages"'
             )
     return _written(_draw_timelines(timelines, titles, options), path)
 
@@ -67,7 +73,9 @@ def draw_timeline(timeline: Timeline, path: str | Path | None = None, **options:
     return draw(timeline, path, **options)
 
 
-def _draw_timelines(timelines: list[Timeline], titles: Sequence[str] | None, options: dict[str, Any]) -> Picture:
+def _draw_timelines(
+    timelines: list[Timeline], titles: Sequence[str] | None, options: dict[str, Any]
+) -> Picture:
     from pipec.render.timeline import Options, draw_timelines
 
     _known(options, {f.name for f in fields(Options)}, "a timeline")
@@ -87,7 +95,9 @@ def _draw_graph(what: Any, path: str | Path | None, graph: str, options: dict[st
         return _written(draw_stages(what, **options), path)
     _known(options, {"timeout", "width"}, "a task graph")
     if not isinstance(what, Plan):
-        raise RenderError(f"a task graph is drawn of a Plan, got {type(what).__name__}; compile a pipeline first")
+        raise RenderError(
+            f"a task graph is drawn of a Plan, got {type(what).__name__}; compile a pipeline first"
+        )
     return _written(draw_tasks(what, **options), path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -51,12 +52,18 @@ def copy_arrows(tasks: Tasks, view: View, x: To, lane: dict[int, float], height:
     timeline, table = tasks.timeline, tasks.timeline.plan.table
     reader = readers_of_copies(tasks)
     shown = frozenset(np.concatenate(list(view.shown.values())).tolist()) if view.shown else frozenset()
-    found = [c for c, r in reader.items() if r in shown and int(table.device[c]) in lane
-             and view.begin <= timeline.start[c] <= view.end and int(table.peer[c]) in lane]
+    found = [
+        c
+        for c, r in reader.items()
+        if r in shown
+        and int(table.device[c]) in lane
+        and view.begin <= timeline.start[c] <= view.end
+        and int(table.peer[c]) in lane
+    ]
     if len(found) > MOST_ARROWS:
         raise RenderError(
-            f"copies=True: {len(found):,} arrows would cover the picture (at most {MOST_ARROWS:,}); draw fewer "
-            "microbatches or devices, such as microbatches=range(0, 8), or use lanes=True"
+            f"copies=True: {len(found):,} arrows would cover the picture (at most {MOST_ARROWS:,}); draw "
+            "fewer microbatches or devices, such as microbatches=range(0, 8), or use lanes=True"
         )
     after = dict(zip(tasks.path, tasks.path[1:], strict=False))
     dashed: dict[tuple[int, bool, int, int], bool] = {}
@@ -66,11 +73,20 @@ def copy_arrows(tasks: Tasks, view: View, x: To, lane: dict[int, float], height:
         if route not in dashed:
             dashed[route] = _skip(tasks, *route)
         y0, y1 = _ends(lane, height, task.device, task.peer)
-        points: tuple[Point, ...] = ((x(float(timeline.start[copy])), y0), (x(float(timeline.start[reader[copy]])), y1))
+        points: tuple[Point, ...] = (
+            (x(float(timeline.start[copy])), y0),
+            (x(float(timeline.start[reader[copy]])), y1),
+        )
         on = after.get(copy) == reader[copy]
         yield Line(
-            points, CRITICAL if on else "#5A5A5A", 1.2 if on else 0.6, dashed[route], True, False,
-            f"{tasks.prefix}arrow-{task}", "copy" + (" skip" if dashed[route] else "") + (" critical" if on else ""),
+            points,
+            CRITICAL if on else "#5A5A5A",
+            1.2 if on else 0.6,
+            dashed[route],
+            True,
+            False,
+            f"{tasks.prefix}arrow-{task}",
+            "copy" + (" skip" if dashed[route] else "") + (" critical" if on else ""),
             (*copy_tooltip(tasks, task, copy), f"read by {table.task(reader[copy])}"),
         )
 
@@ -79,10 +95,15 @@ def critical_links(tasks: Tasks, view: View, x: To, lane: dict[int, float], heig
     """Thin lines where the critical path goes from one device to another."""
     timeline, table = tasks.timeline, tasks.timeline.plan.table
     path = [t for t in tasks.path if table.kind[t] != Kind.COPY]
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in pairwise(path):
         source, target = int(table.device[before]), int(table.device[after])
         start, end = float(timeline.end[before]), float(timeline.start[after])
-        if source == target or source not in lane or target not in lane or not view.begin <= start <= end <= view.end:
+        if (
+            source == target
+            or source not in lane
+            or target not in lane
+            or not view.begin <= start <= end <= view.end
+        ):
             continue
         y0, y1 = _ends(lane, height, source, target)
         yield Line(((x(start), y0), (x(end), y1)), CRITICAL, 1.2, css="critical link")

@@ -32,6 +32,7 @@ class Tasks:
     kinds_shown: tuple[int, ...]
     versions: bool
     critical_shown: bool
+    others_shown: bool
     has_copies: bool
     has_skips: bool
 
@@ -50,8 +51,18 @@ class Tasks:
         skips = [v for v in range(len(plan.graph.values)) if is_skip_value(timeline, v)]
         copies = plan.table.value[plan.table.kind == Kind.COPY]
         return Tasks(
-            timeline, prefix, frozenset(path), path, chunk_of, max(seen.values(), default=1), kinds,
-            bool((plan.table.version > 0).any()), bool(np.isin(shown, path).any()), bool(len(copies)), bool(np.isin(copies, skips).any()),
+            timeline,
+            prefix,
+            frozenset(path),
+            path,
+            chunk_of,
+            max(seen.values(), default=1),
+            kinds,
+            bool((plan.table.version > 0).any()),
+            bool(np.isin(shown, path).any()),
+            any(len(ids) for ids in view.others.values()),
+            bool(len(copies)),
+            bool(np.isin(copies, skips).any()),
         )
 
     def colour(self, task: Task) -> str:
@@ -72,7 +83,9 @@ class Tasks:
         rows = [what, f"{start:.6g} to {end:.6g}{unit} ({end - start:.4g})"]
         if self.versions:
             rows.append(f"reads weight version {task.version}")
-        waits = [f"{plan.table.task(int(w))} (ends {timeline.end[int(w)]:.6g})" for w in plan.waits.of(index)[:4]]
+        waits = [
+            f"{plan.table.task(int(w))} (ends {timeline.end[int(w)]:.6g})" for w in plan.waits.of(index)[:4]
+        ]
         if waits:
             rows.append("waits for " + ", ".join(waits))
         return tuple(rows)
@@ -89,7 +102,7 @@ def is_skip_value(timeline: Timeline, value: int) -> bool:
 
 
 def label_sizes(tasks: Tasks, view: View, scale: float) -> dict[int, float]:
-    """Per kind the font size at which its widest number fits a box of usual width, so that numbers look alike."""
+    """Per kind the font size at which its widest number fits a box of usual width: numbers look alike."""
     timeline, table = tasks.timeline, tasks.timeline.plan.table
     shown = np.concatenate(list(view.shown.values()))
     made: dict[int, float] = {}
@@ -104,7 +117,12 @@ def label_sizes(tasks: Tasks, view: View, scale: float) -> dict[int, float]:
 
 
 def task_boxes(
-    tasks: Tasks, view: View, x: To, scale: float, lane: dict[int, float], height: float,
+    tasks: Tasks,
+    view: View,
+    x: To,
+    scale: float,
+    lane: dict[int, float],
+    height: float,
 ) -> Iterator[Item]:
     """A box per task; those on the critical path last, so that no neighbour covers their outline."""
     sizes = label_sizes(tasks, view, scale)
@@ -133,11 +151,18 @@ def _others(view: View, device: int, x: To, top: float, height: float) -> Iterat
         else:
             runs.append([start, end])
     for start, end in runs:
-        yield Box(x(start), top, x(end) - x(start), height, OTHER, css="others", tooltip=("other microbatches",))
+        yield Box(
+            x(start), top, x(end) - x(start), height, OTHER, css="others", tooltip=("other microbatches",)
+        )
 
 
 def _task_box(
-    tasks: Tasks, index: int, x: To, top: float, height: float, sizes: dict[int, float],
+    tasks: Tasks,
+    index: int,
+    x: To,
+    top: float,
+    height: float,
+    sizes: dict[int, float],
 ) -> Box:
     timeline = tasks.timeline
     task = timeline.plan.table.task(index)
@@ -148,34 +173,42 @@ def _task_box(
         width = SLIVER
     fill = tasks.colour(task)
     critical = index in tasks.critical
-    label, size = _label(tasks, task, width, height, sizes[task.kind])
-    css = f"task {WORDS[task.kind].replace(', ', '-')} device-{task.device} chunk-{tasks.chunk_of.get(task.stage, 0)}"
+    label, small, size = _label(tasks, task, width, height, sizes[task.kind])
+    css = f"task {WORDS[task.kind].replace(', ', '-')} device-{task.device}"
+    css += f" chunk-{tasks.chunk_of.get(task.stage, 0)}"
     pen = (1.8 if width > 6 else 0.9) if critical else (0.5 if width > 4 else 0.25)
     return Box(
-        left, top, width, height, fill, CRITICAL if critical else mix(fill, "#000000", 0.5), 0.0 if slim else pen,
-        label, size, ink_on(fill), f"{tasks.prefix}task-{task}", css + (" critical" if critical else ""),
+        left,
+        top,
+        width,
+        height,
+        fill,
+        CRITICAL if critical else mix(fill, "#000000", 0.5),
+        0.0 if slim else pen,
+        label,
+        small,
+        size,
+        ink_on(fill),
+        f"{tasks.prefix}task-{task}",
+        css + (" critical" if critical else ""),
         tasks.tooltip(task, index),
     )
 
 
-def _label(
-    tasks: Tasks, task: Task, width: float, height: float, usual: float,
-) -> tuple[tuple[str, ...], float]:
-    """The microbatch, and the weight version under it, in the usual size or a smaller one; nothing where none fits.
+def _label(tasks: Tasks, task: Task, width: float, height: float, usual: float) -> tuple[str, str, float]:
+    """The microbatch, the weight version under it, and their size: the usual one or smaller, or nothing.
 
     Kinds whose boxes are too narrow for their numbers carry one only in boxes with ample room.
     """
     if task.kind is Kind.UPDATE:
-        return (), 0.0
-    rows = [task.item]
-    if tasks.versions:
-        rows.append(f"w{task.version}")
-    for count in range(len(rows), 0, -1):
+        return "", "", 0.0
+    version = f"w{task.version}" if tasks.versions else ""
+    for small in (version, "") if version else ("",):
         for size in [s for s in SIZES if s <= usual] if usual else (8.0,):
-            wide = max(text_width(row, size) for row in rows[:count])
-            if wide <= width - 2.5 and size * 1.2 * count <= height - 2:
-                return tuple(rows[:count]), size
-    return (), 0.0
+            wide = max(text_width(task.item, size), text_width(small, size * 0.7))
+            if wide <= width - 2.5 and size * (2.1 if small else 1.2) <= height - 2:
+                return task.item, small, size
+    return "", "", 0.0
 
 
 def copy_lane(tasks: Tasks, device: int, x: To, view: View, top: float, height: float) -> Iterator[Item]:
@@ -191,11 +224,22 @@ def copy_lane(tasks: Tasks, device: int, x: To, view: View, top: float, height: 
             fill = HUES[Kind.COPY] if not task.gradient else mix(HUES[Kind.COPY], "#000000", 0.3)
             width = max(x(end) - x(start), SLIVER)
             critical = index in tasks.critical
-            label = (task.item,) if text_width(task.item, 7) <= width - 2 else ()
+            label = task.item if text_width(task.item, 7) <= width - 2 else ""
             yield Box(
-                x(start), y, width, height, fill, CRITICAL if critical else mix(fill, "#000000", 0.4),
-                1.2 if critical else 0.25, label, 7.0, ink_on(fill), f"{tasks.prefix}copy-{task}-{lane.name.lower()}",
-                f"copy lane-{lane.name.lower()}" + (" critical" if critical else ""), copy_tooltip(tasks, task, index),
+                x(start),
+                y,
+                width,
+                height,
+                fill,
+                CRITICAL if critical else mix(fill, "#000000", 0.4),
+                1.2 if critical else 0.25,
+                label,
+                "",
+                7.0,
+                ink_on(fill),
+                f"{tasks.prefix}copy-{task}-{lane.name.lower()}",
+                f"copy lane-{lane.name.lower()}" + (" critical" if critical else ""),
+                copy_tooltip(tasks, task, index),
             )
 
 
@@ -203,5 +247,8 @@ def copy_tooltip(tasks: Tasks, task: Task, index: int) -> tuple[str, ...]:
     timeline = tasks.timeline
     value = shorten(timeline.plan.graph.values[task.value].name)
     what = f"gradient of {value}" if task.gradient else value
-    return (f"{task}: copy of {what}, microbatch {task.item}", f"device {task.device} to device {task.peer}",
-            f"{timeline.start[index]:.6g} to {timeline.end[index]:.6g}")
+    return (
+        f"{task}: copy of {what}, microbatch {task.item}",
+        f"device {task.device} to device {task.peer}",
+        f"{timeline.start[index]:.6g} to {timeline.end[index]:.6g}",
+    )

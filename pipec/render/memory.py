@@ -44,7 +44,7 @@ class Memory:
 
 
 def choose_memory(timeline: Timeline, unit: Any, limit: Any) -> Memory | None:
-    """What to show: ``unit`` is "shares", "bytes", True (bytes where they are known and fit the limit) or False.
+    """What to show: ``unit`` is "shares", "bytes", True (bytes where they are known) or False.
 
     Raises:
         RenderError: bytes are wanted but unknown, or the limit is in the other unit.
@@ -58,8 +58,8 @@ def choose_memory(timeline: Timeline, unit: Any, limit: Any) -> Memory | None:
         unit = "shares" if counted or timeline.byte_weights is None else "bytes"
     if unit == "bytes" and timeline.byte_weights is None:
         raise RenderError(
-            "memory='bytes': the costs do not say the bytes of every stage and value; give activation_bytes and "
-            "output_bytes, or draw memory='shares'"
+            "memory='bytes': the costs do not say the bytes of every stage and value; give activation_bytes "
+            "and output_bytes, or draw memory='shares'"
         )
     if limit is not None and counted != (unit == "shares"):
         # A limit in the other unit cannot be drawn on this scale.
@@ -77,7 +77,7 @@ def choose_memory(timeline: Timeline, unit: Any, limit: Any) -> Memory | None:
 
 
 def steps(timeline: Timeline, memory: Memory, device: int, begin: float, end: float) -> tuple[Floats, Floats]:
-    """The curve of one device in a window of time: (times, level from that time on), both starting at ``begin``."""
+    """The curve of one device in a window of time: (times, level from that time on), from ``begin`` on."""
     times, level = timeline.memory(device, memory.weights)
     first = int(np.searchsorted(times, begin, side="right"))
     last = int(np.searchsorted(times, end, side="left"))
@@ -86,8 +86,18 @@ def steps(timeline: Timeline, memory: Memory, device: int, begin: float, end: fl
 
 
 def strip(
-    timeline: Timeline, memory: Memory, device: int, top: float, height: float, left: float, scale: float,
-    begin: float, end: float, filled: bool, prefix: str, labelled: bool,
+    timeline: Timeline,
+    memory: Memory,
+    device: int,
+    top: float,
+    height: float,
+    left: float,
+    scale: float,
+    begin: float,
+    end: float,
+    filled: bool,
+    prefix: str,
+    labelled: bool,
 ) -> tuple[list[Item], list[Item]]:
     """One device's strip: (what is painted first, the curve and its limit on top)."""
     peak, highest = memory.peaks[device], memory.top
@@ -98,8 +108,17 @@ def strip(
     xs, xe = left + (times - begin) * scale, left + (stops - begin) * scale
     ys = base - level / highest * (height - 2)
     over = memory.limit is not None and peak > memory.limit * (1 + 1e-9)
-    below: list[Item] = [Box(left, top, right - left, height, mix(LANE, "#FFFFFF", 0.4), id=f"{prefix}memory-{device}-lane",
-                             css="memory-lane")]
+    below: list[Item] = [
+        Box(
+            left,
+            top,
+            right - left,
+            height,
+            mix(LANE, "#FFFFFF", 0.4),
+            id=f"{prefix}memory-{device}-lane",
+            css="memory-lane",
+        )
+    ]
     if filled:
         for x0, x1, y in zip(xs.tolist(), xe.tolist(), ys.tolist(), strict=True):
             if y < base - 0.01 and x1 > x0:
@@ -107,19 +126,47 @@ def strip(
     points: list[tuple[float, float]] = []
     for x0, x1, y in zip(xs.tolist(), xe.tolist(), ys.tolist(), strict=True):
         points += [(x0, y), (x1, y)]
-    above: list[Item] = [Line(tuple(points), MEMORY_EDGE, 1.1, id=f"{prefix}memory-{device}", css="memory",
-                              tooltip=(f"device {device}: peak {memory.show(peak)}",))]
+    above: list[Item] = [
+        Line(
+            tuple(points),
+            MEMORY_EDGE,
+            1.1,
+            id=f"{prefix}memory-{device}",
+            css="memory",
+            tooltip=(f"device {device}: peak {memory.show(peak)}",),
+        )
+    ]
     if memory.limit is not None:
         y = base - memory.limit / highest * (height - 2)
-        above.append(Line(((left, y), (right, y)), LIMIT, 0.9, dashed=True, css="limit",
-                          tooltip=(f"limit {memory.show(memory.limit)}",)))
+        above.append(
+            Line(
+                ((left, y), (right, y)),
+                LIMIT,
+                0.9,
+                dashed=True,
+                css="limit",
+                tooltip=(f"limit {memory.show(memory.limit)}",),
+            )
+        )
         if labelled:
-            above.append(Text(right + 5, y + 2, f"limit {memory.show(memory.limit)}", 8, ink=LIMIT, css="limit"))
+            above.append(
+                Text(right + 5, y + 2, f"limit {memory.show(memory.limit)}", 8, ink=LIMIT, css="limit")
+            )
     y = top + height / 2
     if height >= 20:
-        names: list[Item] = [Text(left - 8, y - 5.5, f"device {device}", 9, "r"),
-                             Text(left - 8, y + 5.5, f"peak {memory.show(peak)}", 8, "r", ink=LIMIT if over else PALE)]
+        names: list[Item] = [
+            Text(left - 8, y - 5.5, f"device {device}", 9, "r"),
+            Text(left - 8, y + 5.5, f"peak {memory.show(peak)}", 8, "r", ink=LIMIT if over else PALE),
+        ]
     else:
-        names = [Text(left - 8, y, f"device {device}: peak {memory.show(peak)}", min(8.0, height), "r",
-                      ink=LIMIT if over else PALE)]
+        names = [
+            Text(
+                left - 8,
+                y,
+                f"device {device}: peak {memory.show(peak)}",
+                min(8.0, height),
+                "r",
+                ink=LIMIT if over else PALE,
+            )
+        ]
     return below, above + names

@@ -45,7 +45,7 @@ def mix(colour: str, other: str, part: float) -> str:
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of a task: chunk 0 of ``chunks`` is the lightest; a single chunk has the hue lightened a little."""
+    """The colour of a task: chunk 0 of ``chunks`` is the lightest; a single one is near its hue."""
     hue = HUES[kind]
     if chunks <= 1:
         return mix(hue, "#FFFFFF", 0.25)

@@ -24,7 +24,9 @@ class Picture:
         path: the file it was written to, if any.
     """
 
-    def __init__(self, dot: str, pinned: bool, size: tuple[float, float] | None = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self, dot: str, pinned: bool, size: tuple[float, float] | None = None, timeout: float = 60.0
+    ) -> None:
         self.dot, self.pinned, self.size, self.timeout = dot, pinned, size, timeout
         self.path: Path | None = None
 
@@ -34,8 +36,9 @@ class Picture:
             made = run_program(self.dot, ["-q1", *layout, f"-T{kind}", *extra], kind.upper(), self.timeout)
         except RenderError as error:
             if kind == "pdf" and "-Tpdf" not in str(error) and "not recognized" in str(error):
-                raise RenderError(f"{error}\nthis program writes no PDF; .svg and .png work, or install Graphviz"
-                                  ) from None
+                raise RenderError(
+                    f"{error}\nthis program writes no PDF; .svg and .png work, or install Graphviz"
+                ) from None
             raise
         start = {"svg": b"<svg", "png": b"\x89PNG", "pdf": b"%PDF"}[kind]
         if start not in made[:2000]:
@@ -60,8 +63,8 @@ class Picture:
             most = PIXELS * 72.0 / max(self.size)
             if most < 36:
                 raise RenderError(
-                    f"a PNG of {self.size[0]:.0f} x {self.size[1]:.0f} points is too large to be legible; write .svg, "
-                    "or draw less (devices=, microbatches=, time=)"
+                    f"a PNG of {self.size[0]:.0f} x {self.size[1]:.0f} points is too large to be legible; "
+                    "write .svg, or draw less (devices=, microbatches=, time=)"
                 )
             dpi = min(dpi, most)
         return self._render("png", f"-Gdpi={dpi:.4g}")
@@ -79,19 +82,28 @@ class Picture:
             path = path.with_name(path.name + ".svg")
         kind = path.suffix.lower()
         if kind not in SUFFIXES:
-            raise RenderError(f"cannot draw {str(path)!r}: the suffix decides the format, one of {', '.join(SUFFIXES)}")
+            raise RenderError(
+                f"cannot draw {str(path)!r}: the suffix decides the format, one of {', '.join(SUFFIXES)}"
+            )
         if not path.parent.is_dir():
             raise RenderError(f"cannot draw {str(path)!r}: there is no folder {str(path.parent)!r}")
         if kind in (".dot", ".gv"):
             _write(path, self.dot.encode("utf-8"))
         else:
             try:
-                made = (self.svg().encode("utf-8") if kind == ".svg" else self.png() if kind == ".png"
-                        else self._render("pdf"))
+                made = (
+                    self.svg().encode("utf-8")
+                    if kind == ".svg"
+                    else self.png()
+                    if kind == ".png"
+                    else self._render("pdf")
+                )
             except RenderError as error:
                 source = path.with_name(path.name + ".dot")
                 _write(source, self.dot.encode("utf-8"))
-                raise RenderError(f"{path} was not drawn: {error}\nthe DOT source was written to {source}") from None
+                raise RenderError(
+                    f"{path} was not drawn: {error}\nthe DOT source was written to {source}"
+                ) from None
             _write(path, made)
         self.path = path
         return self

@@ -1,4 +1,4 @@
-"""The program that lays out and paints: ``dot`` from PATH, else the one that pip installs, always with a timeout."""
+"""The program that lays out and paints: ``dot`` from PATH, else the one from pip, always with a timeout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ PIP_PROGRAM = "graphviz-pure"
 def find_program() -> str | None:
     """The path of a Graphviz program, or None.
 
-    ``dot`` or ``neato`` from PATH come first; then ``graphviz-pure``, also where its environment is not activated.
+    ``dot`` or ``neato`` from PATH come first; then ``graphviz-pure``, also where its environment is not
+    activated.
     """
     for name in ("dot", "neato", PIP_PROGRAM):
         if found := shutil.which(name):
@@ -58,29 +59,33 @@ def _script_folders() -> Iterator[Path]:
 
 def missing() -> str:
     """What to say where there is no program."""
-    return "\n".join([
-        "drawing needs a Graphviz program, and neither `dot` nor `graphviz-pure` was found; install one:", *INSTALL,
-    ])
+    return "\n".join(
+        [
+            "drawing needs a Graphviz program, and neither `dot` nor `graphviz-pure` was found; install one:",
+            *INSTALL,
+        ]
+    )
 
 
 def run_program(dot: str, arguments: Sequence[str], what: str, timeout: float) -> bytes:
     """Feed ``dot`` to the program and return what it wrote.
 
     Raises:
-        RenderError: there is no program, it failed (with what it said), ran past ``timeout`` seconds, or wrote
-            nothing.
+        RenderError: there is no program, it failed (with what it said), ran past ``timeout`` seconds, or
+            wrote nothing.
     """
     program = find_program()
     if program is None:
         raise RenderError(missing())
     command = [program, *arguments]
     try:
-        done = subprocess.run(  # noqa: S603 - the program found above, no shell
-            command, input=dot.encode("utf-8"), capture_output=True, timeout=timeout, check=False)
+        done = subprocess.run(  # the program found above, no shell
+            command, input=dot.encode("utf-8"), capture_output=True, timeout=timeout, check=False
+        )
     except subprocess.TimeoutExpired:
         raise RenderError(
-            f"{program} did not finish the {what} in {timeout:g} s; draw less (devices=, microbatches=, time=), or "
-            "give it longer with timeout="
+            f"{program} did not finish the {what} in {timeout:g} s; draw less (devices=, microbatches=, "
+            "time=), or give it longer with timeout="
         ) from None
     except OSError as error:
         raise RenderError(f"{program} could not be started: {error}") from None

@@ -1,12 +1,13 @@
 """The task graph of a small plan: every compute task and what it needs, at fixed places.
 
-A task stands in the row of its stage and in the column of the step in which it can run when each task takes one
-step; so every edge leads to the right, and no layout program has to search.
+A task stands in the row of its stage and in the column of the step in which it can run when each task takes
+one step; so every edge leads to the right, and no layout program has to search.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,11 @@ def draw_tasks(plan: Plan, width: float | None = None, timeout: float = 60.0) ->
         )
     needs = edges(plan)
     column = steps(plan, ids, needs)
-    step = STEP_X if width is None else max((width - 2 * MARGIN) / (max(column.values(), default=0) + 1), WIDE + 4)
+    step = (
+        STEP_X
+        if width is None
+        else max((width - 2 * MARGIN) / (max(column.values(), default=0) + 1), WIDE + 4)
+    )
     names = [shorten(s.name, 24) for s in plan.graph.stages]
     left = MARGIN + max(text_width(n, 9) for n in names) + 34
     y = MARGIN + 12
@@ -51,7 +56,17 @@ def draw_tasks(plan: Plan, width: float | None = None, timeout: float = 60.0) ->
     for device in range(plan.devices):
         stages = [s for chunk in plan.chunks if chunk.device == device for s in chunk.stages]
         high = len(stages) * STEP_Y + 8
-        items.append(Box(MARGIN, y, right + 8 - MARGIN, high, mix(LANE, "#FFFFFF", 0.2), id=f"device-{device}", css="device"))
+        items.append(
+            Box(
+                MARGIN,
+                y,
+                right + 8 - MARGIN,
+                high,
+                mix(LANE, "#FFFFFF", 0.2),
+                id=f"device-{device}",
+                css="device",
+            )
+        )
         items.append(Text(MARGIN + 6, y + 9, f"device {device}", 8.5, ink=PALE, css="device"))
         for number, stage in enumerate(stages):
             rows[stage] = y + 6 + number * STEP_Y + STEP_Y / 2
@@ -79,7 +94,7 @@ def steps(plan: Plan, ids: npt.NDArray[np.int32], needs: list[tuple[int, int]]) 
         before[task].append(need)
     for lanes in plan.lanes:
         own = lanes[Lane.COMPUTE].tolist()
-        for first, second in zip(own, own[1:], strict=False):
+        for first, second in pairwise(own):
             before[second].append(first)
     column: dict[int, int] = {}
     for task in ids.tolist():  # ids are a topological order
@@ -89,7 +104,12 @@ def steps(plan: Plan, ids: npt.NDArray[np.int32], needs: list[tuple[int, int]]) 
 
 
 def _boxes(
-    plan: Plan, ids: npt.NDArray[np.int32], column: dict[int, int], rows: dict[int, float], left: float, step: float,
+    plan: Plan,
+    ids: npt.NDArray[np.int32],
+    column: dict[int, int],
+    rows: dict[int, float],
+    left: float,
+    step: float,
     top: float,
 ) -> Iterator[Item]:
     for index in ids.tolist():
@@ -103,14 +123,30 @@ def _boxes(
         if task.kind is not Kind.UPDATE:
             tip[0] += f", microbatch {task.item}"
         yield Box(
-            left + column[index] * step, middle - HIGH / 2, WIDE, HIGH, fill, mix(fill, "#000000", 0.5), 0.6,
-            (text,) if size else (), size, ink_on(fill), f"task-{text}", f"task {WORDS[task.kind].replace(', ', '-')}",
+            left + column[index] * step,
+            middle - HIGH / 2,
+            WIDE,
+            HIGH,
+            fill,
+            mix(fill, "#000000", 0.5),
+            0.6,
+            text if size else "",
+            "",
+            size,
+            ink_on(fill),
+            f"task-{text}",
+            f"task {WORDS[task.kind].replace(', ', '-')}",
             tuple(tip),
         )
 
 
 def _edges(
-    plan: Plan, needs: list[tuple[int, int]], column: dict[int, int], rows: dict[int, float], left: float, step: float,
+    plan: Plan,
+    needs: list[tuple[int, int]],
+    column: dict[int, int],
+    rows: dict[int, float],
+    left: float,
+    step: float,
 ) -> Iterator[Item]:
     """Straight between rows, a low arc along one row so that it passes over the boxes between."""
     table = plan.table
@@ -130,4 +166,6 @@ def _edges(
             yield Line(points, ink, 0.7, False, True, True, name, css)
         else:
             mid = max((x1 - x0) * 0.5, 8.0)
-            yield Line(((x0, y0), (x0 + mid, y0), (x1 - mid, y1), (x1, y1)), ink, 0.7, False, True, True, name, css)
+            yield Line(
+                ((x0, y0), (x0 + mid, y0), (x1 - mid, y1), (x1, y1)), ink, 0.7, False, True, True, name, css
+            )

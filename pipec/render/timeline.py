@@ -9,12 +9,12 @@ import numpy as np
 from attrs import field, frozen
 
 from pipec.errors import RenderError
-from pipec.ir import Kind
 from pipec.render.arrows import copy_arrows, critical_links
 from pipec.render.dot import Box, Item, Line, Text, printable, scene, shorten, text_width
 from pipec.render.lanes import LANE_HEIGHT, Tasks, copy_lane, task_boxes
+from pipec.render.legend import legend_items
 from pipec.render.memory import FILLED, Memory, choose_memory, steps, strip
-from pipec.render.palette import AXIS, CRITICAL, GRID, HUES, INK, LANE, LIMIT, OTHER, PALE, WARN, WORDS, shade
+from pipec.render.palette import AXIS, GRID, INK, LANE, LIMIT, PALE, WARN
 from pipec.render.picture import Picture
 from pipec.render.window import View, axis_width, view
 from pipec.timeline import Timeline, show_bytes
@@ -41,8 +41,9 @@ class Options:
 
     @width.validator
     def _width(self, _: Any, value: Any) -> None:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))
-                                  or not 100 <= value <= 20_000):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 100 <= value <= 20_000
+        ):
             raise RenderError(f"width={value!r}: expected points of the time axis, from 100 to 20000")
 
 
@@ -84,14 +85,20 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     """The picture of one or several timelines on one time axis.
 
     Raises:
-        RenderError: a window, a unit or a number of titles that does not fit, or more than a picture can show.
+        RenderError: a window, a unit or a number of titles that does not fit, or more than can be shown.
     """
     if titles is not None and len(titles) != len(timelines):
         raise RenderError(f"{len(timelines)} timelines but {len(titles)} titles; give one title each")
     views = [view(t, options.devices, options.microbatches, options.time, options.width) for t in timelines]
     begin, end = min(v.begin for v in views), max(v.end for v in views)
-    width = max(axis_width(v, options.width) * ((end - begin) / (v.end - v.begin) if v.end > v.begin else 1.0)
-                for v in views) if options.width is None else options.width
+    width = (
+        max(
+            axis_width(v, options.width) * ((end - begin) / (v.end - v.begin) if v.end > v.begin else 1.0)
+            for v in views
+        )
+        if options.width is None
+        else options.width
+    )
     width = min(width, 4_800.0) if options.width is None else width
     axis = Axis(begin, end, MARGIN + LEFT, width / (end - begin) if end > begin else 0.0)
     several = len(timelines) > 1
@@ -108,7 +115,7 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     full = width + LEFT + room + 2 * MARGIN
     if options.legend:
         y += 6
-        legend, y = _legend(all_tasks, views, options, y, full - MARGIN)
+        legend, y = legend_items(all_tasks, options.lanes, options.copies, y, full - MARGIN)
         items += legend
     y += 22
     axis_y = y
@@ -155,13 +162,17 @@ def summary(timeline: Timeline) -> str:
     return " · ".join(parts)
 
 
-def _headline(timelines: Sequence[Timeline], views: Sequence[View], several: bool) -> list[tuple[str, float, str, str]]:
+def _headline(
+    timelines: Sequence[Timeline], views: Sequence[View], several: bool
+) -> list[tuple[str, float, str, str]]:
     plan = timelines[0].plan
     parts = [shorten(plan.graph.name, 60)]
     if not several:
         parts.append(shorten(plan.schedule))
-    parts += [f"{plan.devices} device{'s' * (plan.devices > 1)}",
-              f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"]
+    parts += [
+        f"{plan.devices} device{'s' * (plan.devices > 1)}",
+        f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}",
+    ]
     if plan.recompute != "never" and not several:
         parts.append(f"recompute {shorten(plan.recompute.replace('_', ' '))}")
     if plan.update and not several:
@@ -195,19 +206,34 @@ def _panel(v: View, tasks: Tasks, memory: Memory | None, title: str, top: float,
 def _below(panel: Panel, axis: Axis) -> list[Item]:
     """The grey lanes: what stays visible of them is the bubble. They end with their own timeline."""
     timeline = panel.view.timeline
-    left, right = axis.x(panel.view.begin), axis.x(min(panel.view.end, max(timeline.makespan, panel.view.begin)))
+    left, right = (
+        axis.x(panel.view.begin),
+        axis.x(min(panel.view.end, max(timeline.makespan, panel.view.begin))),
+    )
     items: list[Item] = []
     for device, y in panel.lane.items():
-        items.append(Box(left, y, max(right - left, 1.0), panel.lane_height, LANE, id=f"{panel.tasks.prefix}lane-{device}",
-                         css="lane", tooltip=(f"device {device}: {timeline.busy[device]:.1%} busy", "grey is the bubble")))
+        items.append(
+            Box(
+                left,
+                y,
+                max(right - left, 1.0),
+                panel.lane_height,
+                LANE,
+                id=f"{panel.tasks.prefix}lane-{device}",
+                css="lane",
+                tooltip=(f"device {device}: {timeline.busy[device]:.1%} busy", "grey is the bubble"),
+            )
+        )
         for step in range(2 if panel.copy_height else 0):
             top = y + panel.lane_height + 2 + step * (panel.copy_height + 2)
-            items.append(Box(left, top, max(right - left, 1.0), panel.copy_height, LANE, css="lane copy-lane"))
+            items.append(
+                Box(left, top, max(right - left, 1.0), panel.copy_height, LANE, css="lane copy-lane")
+            )
     return items
 
 
 def ticks(begin: float, end: float, room: float) -> list[float]:
-    """Round numbers in [begin, end], about one every ``room``-th part of it: steps of 1, 2 or 5 times a power of ten."""
+    """Round numbers in [begin, end], at most about ``room`` of them, in steps of 1, 2 or 5."""
     span = end - begin
     if not span > 0:
         return [begin]
@@ -235,14 +261,24 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
     if panel.title:
         title = shorten(panel.title, 60)
         items.append(Text(MARGIN, panel.top + 9, title, 11, bold=True, css="panel-title"))
-        items.append(Text(max(MARGIN + text_width(title, 11) * 1.1 + 14, axis.left), panel.top + 9, summary(timeline), 9.5,
-                          ink="#333333", css="summary"))
+        items.append(
+            Text(
+                max(MARGIN + text_width(title, 11) * 1.1 + 14, axis.left),
+                panel.top + 9,
+                summary(timeline),
+                9.5,
+                ink="#333333",
+                css="summary",
+            )
+        )
     for device, y in panel.lane.items():
         items += _lane_names(panel, device, y, axis.left, options.lanes)
     items += task_boxes(tasks, panel.view, axis.x, axis.scale, panel.lane, panel.lane_height)
     if options.lanes:
         for device, y in panel.lane.items():
-            items += copy_lane(tasks, device, axis.x, panel.view, y + panel.lane_height + 2, panel.copy_height)
+            items += copy_lane(
+                tasks, device, axis.x, panel.view, y + panel.lane_height + 2, panel.copy_height
+            )
     if options.copies:
         items += copy_arrows(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
     if options.critical:
@@ -253,78 +289,71 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
     if panel.memory is not None:
         first = min(panel.strips.values())
         items.append(Text(axis.left, first - 9, panel.memory.title, 9, ink=PALE, css="memory-title"))
-        count = sum(len(steps(timeline, panel.memory, d, panel.view.begin, panel.view.end)[0]) for d in panel.strips)
+        count = sum(
+            len(steps(timeline, panel.memory, d, panel.view.begin, panel.view.end)[0]) for d in panel.strips
+        )
         for device, y in panel.strips.items():
-            below, above = strip(timeline, panel.memory, device, y, panel.strip_height, axis.x(panel.view.begin),
-                                 axis.scale, panel.view.begin, panel.view.end, count <= FILLED, tasks.prefix,
-                                 y == first)
+            below, above = strip(
+                timeline,
+                panel.memory,
+                device,
+                y,
+                panel.strip_height,
+                axis.x(panel.view.begin),
+                axis.scale,
+                panel.view.begin,
+                panel.view.end,
+                count <= FILLED,
+                tasks.prefix,
+                y == first,
+            )
             items += below + above
     return items
 
 
 def _lane_names(panel: Panel, device: int, y: float, left: float, lanes: bool) -> list[Item]:
     timeline = panel.view.timeline
-    names = [s.name for c in timeline.plan.chunks if c.device == device for s in
-             (timeline.plan.graph.stages[i] for i in c.stages)]
-    tip = (f"device {device} runs {', '.join(shorten(n) for n in names[:12])}{', ...' if len(names) > 12 else ''}",)
+    names = [
+        s.name
+        for c in timeline.plan.chunks
+        if c.device == device
+        for s in (timeline.plan.graph.stages[i] for i in c.stages)
+    ]
+    tip = (
+        f"device {device} runs "
+        + ", ".join([*(shorten(n) for n in names[:12]), *(["..."] if len(names) > 12 else [])]),
+    )
     middle, busy = y + panel.lane_height / 2, f"{timeline.busy[device]:.0%} busy"
     items: list[Item]
     if panel.lane_height >= 24:
-        items = [Text(left - 8, middle - 6, f"device {device}", 10, "r", tooltip=tip, css="device"),
-                 Text(left - 8, middle + 6, busy, 8.5, "r", ink=PALE, css="busy")]
+        items = [
+            Text(left - 8, middle - 6, f"device {device}", 10, "r", tooltip=tip, css="device"),
+            Text(left - 8, middle + 6, busy, 8.5, "r", ink=PALE, css="busy"),
+        ]
     else:
-        items = [Text(left - 8, middle, f"device {device}: {busy}", 8 if panel.lane_height > 15 else 7.5, "r", tooltip=tip,
-                      css="device")]
+        items = [
+            Text(
+                left - 8,
+                middle,
+                f"device {device}: {busy}",
+                8 if panel.lane_height > 15 else 7.5,
+                "r",
+                tooltip=tip,
+                css="device",
+            )
+        ]
     for step, word in enumerate(("out", "in") if lanes else ()):
-        items.append(Text(left - 8, y + panel.lane_height + 2 + step * (panel.copy_height + 2) + panel.copy_height / 2, word,
-                          7.5, "r", ink=PALE, css="copy-lane"))
-    return items
-
-
-def _legend(
-    all_tasks: Sequence[Tasks], views: Sequence[View], options: Options, y: float, right: float,
-) -> tuple[list[Item], float]:
-    """Swatches of what is in the picture, in rows that fit its width."""
-    entries: list[tuple[list[tuple[str, str, float]], str, str]] = []
-    kinds = [Kind(k) for k in sorted({k for tasks in all_tasks for k in tasks.kinds_shown})]
-    most = max(tasks.chunks for tasks in all_tasks)
-    for kind in kinds:
-        chunks = most if kind is not Kind.UPDATE else 1
-        swatches = [(shade(kind, c, chunks), "#555555", 0.5) for c in range(chunks)]
-        word = WORDS[kind]
-        if chunks > 1:
-            word += f" (a device's chunks 1 to {chunks})" if kind == kinds[0] else ""
-        entries.append((swatches, word, WORDS[kind].replace(", ", "-")))
-    if options.lanes and any(t.has_copies for t in all_tasks):
-        entries.append(([(HUES[Kind.COPY], "#555555", 0.5)], "copy", "copy"))
-    if any(t.critical_shown for t in all_tasks):
-        entries.append(([("#FFFFFF", CRITICAL, 1.8)], "critical path", "critical"))
-    if any(len(i) for v in views for i in v.others.values()):
-        entries.append(([(OTHER, OTHER, 0.5)], "other microbatches", "others"))
-    entries.append(([(LANE, LANE, 0.5)], "bubble", "bubble"))
-    items: list[Item] = []
-    x, height = MARGIN, 11.0
-    for swatches, word, css in entries:
-        wide = 15.0 * len(swatches) + 5 + text_width(word, 9.5) * 1.06 + 16
-        if x > MARGIN and x + wide > right:
-            x, y = MARGIN, y + height + 6
-        for fill, border, pen in swatches:
-            items.append(Box(x, y, 14, height, fill, border, pen, css=f"legend {css}"))
-            x += 15
-        items.append(Text(x + 4, y + height / 2, word, 9.5, css="legend"))
-        x += wide - 15.0 * len(swatches)
-    if options.copies:
-        items += _legend_arrows(all_tasks, x, y, height)
-    return items, y + height
-
-
-def _legend_arrows(all_tasks: Sequence[Tasks], x: float, y: float, height: float) -> list[Item]:
-    items: list[Item] = []
-    for dashed, word in ((False, "copy"), (True, "skip")):
-        if any(tasks.has_skips if dashed else tasks.has_copies for tasks in all_tasks):
-            items += [Line(((x, y + height / 2), (x + 22, y + height / 2)), "#666666", 0.8, dashed, True, css="legend"),
-                      Text(x + 27, y + height / 2, word, 9.5, css="legend")]
-            x += 27 + text_width(word, 9.5) + 16
+        items.append(
+            Text(
+                left - 8,
+                y + panel.lane_height + 2 + step * (panel.copy_height + 2) + panel.copy_height / 2,
+                word,
+                7.5,
+                "r",
+                ink=PALE,
+                css="copy-lane",
+            )
+        )
     return items
 
 

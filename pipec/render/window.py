@@ -1,4 +1,4 @@
-"""What part of a timeline is drawn: windows that the caller asks for, bands of large plans, and hard limits."""
+"""What part of a timeline is drawn: windows asked for, bands of large plans, and hard limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_DEVICES = 512
 
 @frozen(eq=False)
 class View:
-    """The part of one timeline that is drawn. ``shown`` and ``others`` are ids of compute tasks per device."""
+    """The part of one timeline that is drawn. ``shown`` and ``others``: compute tasks per device."""
 
     timeline: Timeline
     devices: tuple[int, ...]
@@ -40,7 +40,9 @@ class View:
     @property
     def mean(self) -> float:
         """The mean duration of the tasks shown that take time."""
-        spans = np.concatenate([self.timeline.end[i] - self.timeline.start[i] for i in self.shown.values()] or [[0.0]])
+        spans = np.concatenate(
+            [self.timeline.end[i] - self.timeline.start[i] for i in self.shown.values()] or [np.zeros(1)]
+        )
         spans = spans[spans > 0]
         return float(spans.mean()) if len(spans) else 1.0
 
@@ -51,11 +53,18 @@ def numbers(given: Any, what: str, count: int) -> tuple[int, ...]:
     Raises:
         RenderError: it is no number, or one that the plan has not.
     """
-    chosen: Sequence[Any] = [given] if isinstance(given, (int, np.integer)) else (
-        list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [])
-    good = [n for n in chosen if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < count]
+    chosen: Sequence[Any] = (
+        [given]
+        if isinstance(given, (int, np.integer))
+        else (list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [])
+    )
+    good = [
+        n for n in chosen if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < count
+    ]
     if not chosen or len(good) < len(chosen):
-        raise RenderError(f"{what}={given!r}: expected numbers from 0 to {count - 1}, such as range(0, {count})")
+        raise RenderError(
+            f"{what}={given!r}: expected numbers from 0 to {count - 1}, such as range(0, {count})"
+        )
     return tuple(sorted({int(n) for n in good}))
 
 
@@ -71,7 +80,11 @@ def interval(given: Any) -> tuple[float, float]:
 
 
 def view(
-    timeline: Timeline, devices: Any = None, microbatches: Any = None, time: Any = None, width: float | None = None,
+    timeline: Timeline,
+    devices: Any = None,
+    microbatches: Any = None,
+    time: Any = None,
+    width: float | None = None,
 ) -> View:
     """The tasks to draw: all, a window, or for a large plan without a window its beginning.
 
@@ -82,8 +95,8 @@ def view(
     chosen = tuple(range(plan.devices)) if devices is None else numbers(devices, "devices", plan.devices)
     if len(chosen) > MOST_DEVICES:
         raise RenderError(
-            f"{len(chosen)} devices are too many for one picture (at most {MOST_DEVICES}); draw some of them: "
-            f"devices=range(0, {min(64, plan.devices)})"
+            f"{len(chosen)} devices are too many for one picture (at most {MOST_DEVICES}); draw some of "
+            f"them: devices=range(0, {min(64, plan.devices)})"
         )
     wanted = None if microbatches is None else numbers(microbatches, "microbatches", plan.microbatches)
     lanes = {d: plan.lanes[d][Lane.COMPUTE] for d in chosen}
@@ -95,24 +108,40 @@ def view(
         inside, begin, end = _narrow(timeline, inside, wanted, begin, end, time is not None)
     if time is not None and not any(len(ids) for ids in inside.values()):
         raise RenderError(
-            f"nothing runs in time=({begin:g}, {end:g}) on the devices shown; the timeline ends at {timeline.makespan:g}")
+            f"nothing runs in time=({begin:g}, {end:g}) on the devices shown; the timeline ends at "
+            f"{timeline.makespan:g}"
+        )
     window = devices is not None or wanted is not None or time is not None
     made = View(timeline, chosen, begin, end, inside, {d: lanes[d][:0] for d in chosen}, "")
     if not window:
         return _band(made, width)
     _check(made, width)
     others = {d: np.setdiff1d(_inside(timeline, ids, begin, end), inside[d]) for d, ids in lanes.items()}
-    return View(timeline, chosen, begin, end, inside, others if wanted is not None else made.others,
-                _window_note(made, devices is not None, wanted))
+    return View(
+        timeline,
+        chosen,
+        begin,
+        end,
+        inside,
+        others if wanted is not None else made.others,
+        _window_note(made, devices is not None, wanted),
+    )
 
 
-def _inside(timeline: Timeline, ids: npt.NDArray[np.int32], begin: float, end: float) -> npt.NDArray[np.int32]:
+def _inside(
+    timeline: Timeline, ids: npt.NDArray[np.int32], begin: float, end: float
+) -> npt.NDArray[np.int32]:
     start, stop = timeline.start[ids], timeline.end[ids]
-    return ids[((start < end) & (stop > begin)) | ((start == stop) & (start >= begin) & (start <= end))]
+    seen = ((start < end) & (stop > begin)) | ((start == stop) & (start >= begin) & (start <= end))
+    return np.asarray(ids[seen], np.int32)
 
 
 def _narrow(
-    timeline: Timeline, inside: dict[int, npt.NDArray[np.int32]], wanted: tuple[int, ...], begin: float, end: float,
+    timeline: Timeline,
+    inside: dict[int, npt.NDArray[np.int32]],
+    wanted: tuple[int, ...],
+    begin: float,
+    end: float,
     fixed: bool,
 ) -> tuple[dict[int, npt.NDArray[np.int32]], float, float]:
     """Only the microbatches wanted, and the time they take unless that is fixed."""
@@ -120,7 +149,8 @@ def _narrow(
 
     table = timeline.plan.table
     kept = {
-        d: ids[np.isin(table.microbatch[ids], wanted) & (table.kind[ids] != Kind.UPDATE)] for d, ids in inside.items()
+        d: ids[np.isin(table.microbatch[ids], wanted) & (table.kind[ids] != Kind.UPDATE)]
+        for d, ids in inside.items()
     }
     every = np.concatenate(list(kept.values()))
     if not fixed and len(every):
@@ -129,7 +159,7 @@ def _narrow(
 
 
 def axis_width(view: View, width: float | None = None) -> float:
-    """Points for the time axis: comfortable tasks where they fit, never wider than ``WIDEST`` unless asked for."""
+    """Points for the time axis: comfortable tasks where they fit, at most ``WIDEST`` unless asked for."""
     if width is not None:
         return width
     per_task = (view.end - view.begin) / view.mean if view.end > view.begin else 1.0
@@ -150,9 +180,9 @@ def _band(whole: View, width: float | None) -> View:
     made = View(timeline, whole.devices, whole.begin, end, shown, whole.others, "")
     touched = timeline.plan.table.microbatch[np.concatenate(list(shown.values()))]
     note = (
-        f"only the beginning is drawn: time {made.begin:.6g} to {end:.6g} of {timeline.makespan:.6g}, microbatches 0 to "
-        f"{touched.max(initial=0)} of {timeline.plan.microbatches}, {made.count:,} of {whole.count:,} tasks; "
-        "choose with time=, microbatches=, devices="
+        f"only the beginning is drawn: time {made.begin:.6g} to {end:.6g} of {timeline.makespan:.6g}, "
+        f"microbatches 0 to {touched.max(initial=0)} of {timeline.plan.microbatches}, "
+        f"{made.count:,} of {whole.count:,} tasks; choose with time=, microbatches=, devices="
     )
     return View(timeline, whole.devices, whole.begin, end, shown, whole.others, note)
 
