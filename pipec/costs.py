@@ -36,12 +36,25 @@ def _stage_costs(value: Mapping[str, Any]) -> dict[str, StageCosts]:
         if isinstance(costs, StageCosts):
             made[name] = costs
             continue
+        if not isinstance(costs, Mapping):
+            raise SpecError(f"costs of stage {name!r}: expected a mapping or StageCosts, got {costs!r}")
         unknown = set(costs) - {f.name for f in fields(StageCosts)}
         if unknown:
             known = ", ".join(f.name for f in fields(StageCosts))
             raise SpecError(f"costs of stage {name!r}: unknown {', '.join(sorted(unknown))}; known are {known}")
         made[name] = StageCosts(**costs)
+    for name, own in made.items():
+        for item, number in asdict(own).items():
+            if number is not None and not number >= 0:
+                raise SpecError(f"costs of stage {name!r}: {item} must not be negative, got {number!r}")
     return made
+
+
+def _value_bytes(value: Mapping[str, int]) -> dict[str, int]:
+    for name, size in value.items():
+        if not size >= 0:
+            raise SpecError(f"costs of value {name!r}: bytes must not be negative, got {size!r}")
+    return dict(value)
 
 
 def _not_negative(_: Any, attribute: Any, value: float | None) -> None:
@@ -73,7 +86,7 @@ class Costs:
     latency: float = field(default=0.0, validator=_not_negative)
     bandwidth: float | None = None
     stages: dict[str, StageCosts] = field(factory=dict, converter=_stage_costs)
-    values: dict[str, int] = field(factory=dict, converter=dict)
+    values: dict[str, int] = field(factory=dict, converter=_value_bytes)
     unit: str = ""
 
     def __attrs_post_init__(self) -> None:

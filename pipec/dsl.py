@@ -121,9 +121,11 @@ class Pipeline:
             self._problem(f"stage {stage_name!r}: device is a logical index 0, 1, ..., got {device!r}")
             device = None
         skips: set[Ref] = set()
+        before = len(self._problems)
         filled = self._template(f"stage {stage_name!r}", (args, kwargs), skips)
-        if not any(isinstance(leaf, Ref) for leaf in flatten(filled)[0]):
-            self._problem(f"stage {stage_name!r} reads no value: pass an input or another stage's result")
+        if len(self._problems) == before and not any(isinstance(leaf, Ref) for leaf in flatten(filled)[0]):
+            hint = self._hint(filled)
+            self._problem(f"stage {stage_name!r} reads no value: pass an input or another stage's result{hint}")
         self._check_call(f"stage {stage_name!r}", fn, ((None,) if params is not None else ()) + args, kwargs)
         self._stages.append(
             StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), location)
@@ -174,10 +176,12 @@ class Pipeline:
             self._problem(f"{what}: with count= the loss must be a sum; drop reduction='mean'")
         if count is not None:
             self._check_count(what, count)
+        before = len(self._problems)
         filled = self._template(what, (args, kwargs), set())
         stages = [r.index for r in flatten(filled)[0] if isinstance(r, Ref) and r.source == "stage"]
         if not stages:
-            self._problem(f"{what} reads no stage: pass a stage's result")
+            if len(self._problems) == before:
+                self._problem(f"{what} reads no stage: pass a stage's result{self._hint(filled)}")
             return
         self._check_call(what, fn, args, kwargs)
         self._losses.append(LossSpec(loss_name, fn, filled[0], filled[1], reduction, count, max(stages), location))
@@ -231,7 +235,7 @@ class Pipeline:
             self._problem(f"{what}: count must be a function of the pipeline's inputs, got {_brief(count)}")
             return
         known = [i.name for i in self._inputs]
-        for name, parameter in inspect.signature(count).parameters.items():
+        for name, parameter in _parameters(count):
             if parameter.kind is not parameter.VAR_KEYWORD and name not in known:
                 self._problem(f"{what}: count takes {name!r}, which is no input; the inputs are {', '.join(known)}")
 
@@ -240,10 +244,12 @@ class Pipeline:
         used = {ref for stage in draft for ref in stage.refs()}
         used |= {ref for loss in self._losses for ref in loss.refs()} | {out.ref for out in self._outputs}
         sources = {(ref.source, ref.index) for ref in used}
+        counted = {name for loss in self._losses for name, _ in _parameters(loss.count)}
+        sources |= {("input", index) for index, item in enumerate(self._inputs) if item.name in counted}
         problems = [
             Problem(f"input {item.name!r} is never read; pass it to a stage or a loss, or remove it", item.location)
             for index, item in enumerate(self._inputs)
-            if ("input", index) not in sources
+            if ("input", index) not in sources and item.name not in [i.name for i in self._inputs[:index]]
         ]
         for index, stage in enumerate(self._stages):
             if ("stage", index) not in sources:
@@ -271,14 +277,12 @@ class Pipeline:
                 ref = self._ref(f"{what}: skip", leaf.value)
                 if ref is not None:
                     skips.add(ref)
-                    filled.append(ref)
+                filled.append(ref)
             elif isinstance(leaf, Value):
-                ref = self._ref(what, leaf)
-                if ref is not None:
-                    filled.append(ref)
+                filled.append(self._ref(what, leaf))
             else:
                 filled.append(leaf)
-        return unflatten(layout, filled) if len(filled) == len(leaves) else call
+        return unflatten(layout, filled)
 
     def _ref(self, what: str, value: Any) -> Ref | None:
         if isinstance(value, Skip):
@@ -294,6 +298,13 @@ class Pipeline:
             return value.ref
         return None
 
+    def _hint(self, template: Any) -> str:
+        """For a stage's name given where its value is meant."""
+        for leaf in flatten(template)[0]:
+            if isinstance(leaf, str) and self._is_stage(leaf):
+                return f"; the string {leaf!r} is no value, stage({leaf!r}, ...) returned it"
+        return ""
+
     def _is_stage(self, name: str) -> bool:
         return any(stage.name == name for stage in self._stages)
 
@@ -307,6 +318,14 @@ def chain(stages: int, name: str = "chain") -> Pipeline:
     if stages:
         pipeline.loss("loss", None, value)
     return pipeline
+
+
+def _parameters(fn: Any) -> list[tuple[str, inspect.Parameter]]:
+    """The parameters of ``fn``; none where Python cannot tell."""
+    try:
+        return list(inspect.signature(fn).parameters.items()) if callable(fn) else []
+    except (TypeError, ValueError):
+        return []
 
 
 def _brief(value: Any) -> str:
