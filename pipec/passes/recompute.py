@@ -22,19 +22,21 @@ def recompute(draft: Draft, mode: str | Mapping[str, str] = "never") -> Draft:
     """Insert RECOMPUTE tasks.
 
     Args:
-        mode: "never", "always", "except_last" (every microbatch but a stage's last one, whose backward follows at
-            once on the last stage), or a mapping from stage names to these, "never" for stages not named.
+        mode: "never", "always", "except_last" (every microbatch but the one whose forward a stage runs last; on
+            the last stage its backward follows at once), or a mapping from stage names to these, "never" for stages not named.
 
     Raises:
         ScheduleError: an unknown mode or stage.
     """
     modes = stage_modes(draft, mode)
     index = index_of(draft)
+    microbatch = draft.table.microbatch
     tables, keys = [draft.table], [np.arange(len(draft.table)) * 2 + 1]
     for number, own in enumerate(modes):
         backward = index.input_backward(number)
         if own == "except_last":
-            backward = backward[:-1]
+            last = microbatch[index.of(Kind.FORWARD, number).max()]
+            backward = backward[np.arange(index.items) % draft.microbatches != last]
         rows = backward[backward >= 0]
         if own == "never" or not len(rows):
             continue
