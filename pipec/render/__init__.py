@@ -1,4 +1,4 @@
-"""Pictures of plans and timelines. Nothing here is imported until something is drawn."""
+"""Pictures of plans and timelines; a Graphviz program is looked for only when something is painted."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every name becomes escaped label text and every node id is generated, so a name may hold any character.
 Graphviz draws nodes in the order of their first appearance and an edge right after its tail, so a scene's
-items are painted in the order in which they were added: lines hang on an invisible node made where they appear.
+items are painted in the order they were added in: lines hang on an invisible node made where they appear.
 """
 
 from __future__ import annotations

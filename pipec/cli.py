@@ -1,0 +1,345 @@
+"""The command line: look at plans, times and pictures without writing a script.
+
+Every subcommand is one :class:`Command`; a new one is a function, its arguments, and a row in ``COMMANDS``.
+Exit status: 0 all went well, 1 pipec found something wrong, 2 the command was used wrongly. Every error is
+one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from attrs import frozen
+
+from pipec.cli_input import (
+    Given,
+    add_compile_options,
+    add_target,
+    add_window_options,
+    compile_given,
+    costs_of,
+    count,
+    draw_options,
+    load_targets,
+)
+from pipec.cli_report import compare_rows, comparison, figures, one_line, show_json, table
+from pipec.compiler import compile as compile_plan
+from pipec.dsl import chain
+from pipec.errors import PipecError, PlanError
+from pipec.render import draw
+from pipec.schedules import REGISTRY
+
+Arguments = argparse.Namespace
+
+
+@frozen
+class Command:
+    """A subcommand: its one-line help, examples, arguments, and what it does."""
+
+    name: str
+    help: str
+    examples: tuple[str, ...]
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[Arguments], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
+
+
+def run_plan(arguments: Arguments) -> int:
+    plan = compile_given(_one(arguments), arguments)
+    if arguments.output is not None:
+        if arguments.output.suffix == ".json":
+            plan.save(arguments.output)
+        else:
+            arguments.output.write_text(str(plan), encoding="utf-8")
+        print(f"wrote {arguments.output}: {len(plan)} tasks")
+    elif arguments.json:
+        from pipec.text import to_dict
+
+        show_json(to_dict(plan))
+    else:
+        print(plan, end="")
+    return 0
+
+
+def run_simulate(arguments: Arguments) -> int:
+    given = _one(arguments)
+    timeline = compile_given(given, arguments).simulate(costs_of(arguments, given))
+    if arguments.json:
+        show_json(figures(timeline))
+    else:
+        print(timeline)
+    return 0
+
+
+def run_draw(arguments: Arguments) -> int:
+    given = _one(arguments)
+    output = arguments.output or Path(re.sub(r"[^\w.-]+", "_", given.name) or "pipeline").with_suffix(".svg")
+    if arguments.graph == "stages" and given.plan is None and arguments.devices is None:
+        picture = draw(given.spec, output, graph="stages")
+    elif arguments.graph != "timeline":
+        options: dict[str, Any] = (
+            {"pipeline": given.spec} if arguments.graph == "stages" and given.spec is not None else {}
+        )
+        picture = draw(compile_given(given, arguments), output, graph=arguments.graph, **options)
+    else:
+        plan = compile_given(given, arguments)
+        picture = draw(plan.simulate(costs_of(arguments, given)), output, **draw_options(arguments))
+    print(f"wrote {picture.path}")
+    return 0
+
+
+def _one(arguments: Arguments) -> Given:
+    return load_targets([arguments.target] if arguments.target else [], arguments)[0]
+
+
+def run_compare(arguments: Arguments) -> int:
+    targets = arguments.targets
+    given = load_targets(targets, arguments)
+    rows = compare_rows(given, arguments)
+    good = [row for row in rows if row.timeline is not None]
+    if arguments.json:
+        show_json(
+            [
+                figures(row.timeline) | {"name": row.name}
+                if row.timeline is not None
+                else {"name": row.name, "error": row.reason}
+                for row in rows
+            ]
+        )
+    else:
+        if good and good[0].timeline is not None:
+            plan = good[0].timeline.plan
+            unit = f", time in {good[0].timeline.costs.unit}" if good[0].timeline.costs.unit else ""
+            print(f"{plan.graph.name}: {plan.devices} devices, {plan.microbatches} microbatches{unit}\n")
+        print(comparison(rows))
+    if not good:
+        raise PlanError("no schedule serves this pipeline with these options")
+    if arguments.output is not None:
+        options = draw_options(arguments)
+        titles = [row.name for row in good] if len(good) > 1 else None
+        picture = draw([row.timeline for row in good], arguments.output, titles=titles, **options)
+        print(f"wrote {picture.path}", file=sys.stderr if arguments.json else sys.stdout)
+    return 0
+
+
+def what_of(policy: Any) -> str:
+    """The first paragraph of a policy's own documentation."""
+    text = type(policy).__doc__ or ""
+    return re.sub(r"\s+", " ", text.split("\n\n")[0]).strip()
+
+
+def run_schedules(arguments: Arguments) -> int:
+    devices, microbatches = arguments.devices or 4, arguments.microbatches or 8
+    rows = []
+    for name, make in REGISTRY.items():
+        policy = make()
+        entry: dict[str, Any] = {
+            "name": name,
+            "placement": getattr(policy, "placement", "linear"),
+            "what": what_of(policy),
+        }
+        try:
+            timeline = compile_plan(chain(2 * devices), devices, microbatches, name).simulate()
+            entry |= {"bubble": timeline.bubble, "peak_share": max(timeline.peak_share)}
+        except PipecError as error:
+            entry |= {"error": one_line(error)}
+        rows.append(entry)
+    if arguments.json:
+        show_json(rows)
+        return 0
+    print(
+        f"With {devices} devices, {microbatches} microbatches, 2 stages a device, forward and both halves of "
+        "backward equally long:\n"
+    )
+    print(
+        table(
+            ["schedule", "placement", "bubble", "peak activations"],
+            [
+                [e["name"], e["placement"], f"{e['bubble']:.1%}", f"{e['peak_share']:.4g}"]
+                if "bubble" in e
+                else [e["name"], f"- {e['error']}"]
+                for e in rows
+            ],
+        )
+    )
+    print()
+    for entry in rows:
+        print(f"{entry['name']}: {entry['what']}")
+    return 0
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON for programs instead of a table for people"
+    )
+
+
+def _output(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    add_compile_options(parser)
+    _json(parser)
+    _output(parser, "write the plan: .json to load again, anything else as text")
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    add_compile_options(parser)
+    _json(parser)
+
+
+def _draw_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    add_compile_options(parser)
+    _output(
+        parser,
+        "the picture: .svg, .png or .dot (default: the pipeline's name and .svg)",
+    )
+    parser.add_argument(
+        "--graph",
+        choices=("timeline", "stages", "tasks"),
+        default="timeline",
+        help="what to draw (default: timeline)",
+    )
+    add_window_options(parser)
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="TARGET",
+        help="file.py:object with a pipeline, or several saved plans; none: see --stages",
+    )
+    add_compile_options(parser, several=True)
+    _json(parser)
+    _output(parser, "one picture of all schedules on one time axis")
+    add_window_options(parser)
+
+
+def _schedules_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=count, metavar="D", help="devices of the example (default: 4)")
+    parser.add_argument(
+        "--microbatches", type=count, metavar="M", help="microbatches of the example (default: 8)"
+    )
+    _json(parser)
+
+
+COMMANDS = (
+    Command(
+        "plan",
+        "compile a pipeline and print every device's tasks",
+        (
+            "pipec plan net.py:unet --devices 2 --microbatches 8 --schedule 1f1b",
+            "pipec plan --stages 8 --devices 4 -o plan.json",
+        ),
+        _plan_arguments,
+        run_plan,
+    ),
+    Command(
+        "simulate",
+        "print makespan, bubble, memory and copies of a plan",
+        (
+            "pipec simulate net.py:unet --devices 2 --forward 1.2 --latency 0.05 --unit ms",
+            "pipec simulate plan.json --json",
+        ),
+        _simulate_arguments,
+        run_simulate,
+    ),
+    Command(
+        "compare",
+        "one table, and one picture, of all schedules or of several plans",
+        (
+            "pipec compare --stages 8 --devices 4 --microbatches 16 -o all.svg",
+            "pipec compare net.py:unet --devices 4 --memory-limit 6activations",
+            "pipec compare one.json two.json",
+        ),
+        _compare_arguments,
+        run_compare,
+    ),
+    Command(
+        "draw",
+        "draw a timeline, the stages, or the tasks of a plan",
+        (
+            "pipec draw net.py:unet --devices 4 -o unet.svg --copies",
+            "pipec draw net.py:unet --graph stages -o stages.png",
+            "pipec draw --stages 64 --devices 64 --microbatches 256 --show-devices 0-7 --time 0:200",
+        ),
+        _draw_arguments,
+        run_draw,
+    ),
+    Command(
+        "schedules",
+        "list the schedules and what they cost",
+        ("pipec schedules", "pipec schedules --devices 8 --microbatches 32"),
+        _schedules_arguments,
+        run_schedules,
+    ),
+)
+
+
+def make_parser() -> Parser:
+    """The parser of all subcommands."""
+    every = "\n".join(f"  {command.examples[0]}" for command in COMMANDS)
+    parser = Parser(
+        prog="pipec",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Plan, simulate and draw pipeline parallelism for PyTorch.",
+        epilog=f"examples:\n{every}\n\npipec SUBCOMMAND --help says more about each.",
+    )
+    from pipec import __version__
+
+    parser.add_argument("--version", action="version", version=f"pipec {__version__}")
+    made = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
+    for command in COMMANDS:
+        examples = "\n".join(f"  {example}" for example in command.examples)
+        sub = made.add_parser(
+            command.name,
+            help=command.help,
+            description=command.help.capitalize() + ".",
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.arguments(sub)
+        sub.set_defaults(run=command.run, parser=sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status. With PIPEC_DEBUG set, an error keeps its traceback."""
+    arguments = make_parser().parse_args(argv)
+    prog = arguments.parser.prog
+    try:
+        return int(arguments.run(arguments))
+    except UsageError as error:
+        print(f"{prog}: error: {one_line(error)} (see {prog} --help)", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; no second complaint
+        return 0
+    except Exception as error:
+        if os.environ.get("PIPEC_DEBUG"):
+            raise
+        own = isinstance(error, (PipecError, OSError))
+        print(
+            f"{prog}: error: " + one_line(error if own else f"{type(error).__name__}: {error}"),
+            file=sys.stderr,
+        )
+        return 1

@@ -1,0 +1,146 @@
+"""What the command line prints: tables for people, figures for programs, and comparisons."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import frozen
+
+from pipec.cli_input import Given, UsageError, compile_with, costs_of
+from pipec.errors import PipecError, PlanError, ScheduleError
+from pipec.schedules import REGISTRY
+from pipec.timeline import Timeline, show_bytes
+
+Arguments = argparse.Namespace
+
+
+def one_line(message: object) -> str:
+    """A message of several lines in one."""
+    return "; ".join(part.strip() for part in re.split(r"[\r\n]+", str(message)) if part.strip())
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows under a head, the first column to the left and the others to the right.
+
+    A row shorter than the head ends in free text, such as why there are no figures.
+    """
+    full = [row for row in rows if len(row) == len(head)]
+    width = [max(len(row[i]) for row in [head, *full]) for i in range(len(head))]
+    width[0] = max(len(row[0]) for row in [head, *rows])
+
+    def line(row: Sequence[str]) -> str:
+        if len(row) < len(head):
+            return row[0].ljust(width[0]) + "  " + " ".join(row[1:])
+        return "  ".join(
+            [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:], strict=True))]
+        )
+
+    return "\n".join(line(row).rstrip() for row in [head, *rows])
+
+
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """The figures of a timeline as plain values, for JSON."""
+    plan = timeline.plan
+    peaks = timeline.peak_bytes
+    return {
+        "pipeline": plan.graph.name,
+        "schedule": plan.schedule,
+        "devices": plan.devices,
+        "microbatches": plan.microbatches,
+        "unit": timeline.costs.unit,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble_time": timeline.bubble_time,
+        "bubble": timeline.bubble,
+        "copies": timeline.copies,
+        "copy_bytes": timeline.copy_bytes,
+        "per_device": [
+            {
+                "device": d,
+                "busy": timeline.busy[d],
+                "useful": timeline.useful[d],
+                "recompute": timeline.recompute[d],
+                "peak_share": timeline.peak_share[d],
+                "peak_bytes": None if peaks is None else peaks[d],
+            }
+            for d in range(plan.devices)
+        ],
+    }
+
+
+def show_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@frozen
+class Row:
+    """A schedule in a comparison: its timeline, or why there is none."""
+
+    name: str
+    timeline: Timeline | None
+    reason: str = ""
+
+
+def compare_rows(given: Sequence[Given], arguments: Arguments) -> list[Row]:
+    """A row per saved plan, or per schedule for one pipeline."""
+    if all(item.plan is not None for item in given):
+        return [Row(item.name, item.plan.simulate(costs_of(arguments, item))) for item in given if item.plan]
+    if len(given) > 1:
+        raise UsageError("compare takes one pipeline, or several plans")
+    names = [part.strip() for part in arguments.schedule.split(",")] if arguments.schedule else list(REGISTRY)
+    rows = []
+    for name in names:
+        try:
+            rows.append(
+                Row(name, compile_with(given[0], arguments, name).simulate(costs_of(arguments, given[0])))
+            )
+        except (ScheduleError, PlanError) as error:
+            if name not in REGISTRY:
+                raise
+            rows.append(Row(name, None, brief(error)))
+    return rows
+
+
+def brief(error: PipecError) -> str:
+    """Why a schedule cannot serve: the first of several problems, without their heading."""
+    found: list[str] = re.findall(r"^\s+\d+\. (.*)$", str(error), flags=re.MULTILINE)
+    if not found:
+        return one_line(error)
+    return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+
+
+def comparison(rows: Sequence[Row]) -> str:
+    """The table of a comparison."""
+    known = any(row.timeline is not None and row.timeline.peak_bytes is not None for row in rows)
+    head = [
+        "schedule",
+        "makespan",
+        "bubble",
+        "bubble %",
+        "peak activations",
+        *(["peak memory"] if known else []),
+        "copies",
+    ]
+    made = []
+    for row in rows:
+        if row.timeline is None:
+            made.append([row.name, f"- {row.reason}"])
+            continue
+        t = row.timeline
+        peak = [] if not known else ["unknown" if t.peak_bytes is None else show_bytes(max(t.peak_bytes))]
+        made.append(
+            [
+                row.name,
+                f"{t.makespan:.6g}",
+                f"{t.bubble_time:.6g}",
+                f"{t.bubble:.1%}",
+                f"{max(t.peak_share):.4g}",
+                *peak,
+                f"{t.copies:,}",
+            ]
+        )
+    return table(head, made)
