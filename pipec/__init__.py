@@ -5,13 +5,17 @@ from pipec.costs import Costs, StageCosts, activations
 from pipec.dsl import Pipeline, chain, skip
 from pipec.errors import PipecError, PlanError, RenderError, RunError, ScheduleError, SpecError
 from pipec.ir import Kind, Lane, Plan, Task
+from pipec.render import draw
+from pipec.runtime.reference import reference
+from pipec.runtime.result import Result
+from pipec.runtime.runner import Runner
 from pipec.schedules import parse_schedule
 from pipec.spec import Spec
 from pipec.timeline import Timeline
 
 __version__ = "0.1.0"
 __all__ = [
-    "Costs", "Kind", "Lane", "PipecError", "Pipeline", "Plan", "PlanError", "RenderError", "RunError",
-    "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain", "compile",
-    "parse_schedule", "skip",
+    "Costs", "Kind", "Lane", "PipecError", "Pipeline", "Plan", "PlanError", "RenderError", "Result", "RunError", "Runner",
+    "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain", "compile", "draw",
+    "parse_schedule", "reference", "skip",
 ]

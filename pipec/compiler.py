@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import evolve
+import numpy as np
+from attrs import evolve, frozen
 
 from pipec.costs import Activations, Costs
 from pipec.errors import ScheduleError
-from pipec.ir import Plan
+from pipec.ir import BACKWARDS, Chunk, Kind, Plan
 from pipec.passes.copies import copies
 from pipec.passes.lifetimes import lifetimes
 from pipec.passes.linearise import linearise
@@ -19,6 +20,7 @@ from pipec.passes.recompute import recompute as recompute_pass
 from pipec.passes.updates import updates
 from pipec.schedules import find_schedule
 from pipec.schedules.base import Policy, Problem
+from pipec.spec import Graph
 from pipec.verify import verify
 
 
@@ -71,15 +73,35 @@ def compile(  # noqa: A001 - the verb of this library
     policy = find_schedule(schedule)
     default = getattr(policy, "placement", "linear")
     made = place(spec, devices, placement, chunks or getattr(policy, "chunks", None), costs, default)
-    problem = Problem(made, devices, microbatches, chunk_edges(spec.graph, made), costs or Costs(),
-                      tuple(s.name for s in spec.stages), memory_limit)
-    draft = order(spec.graph, problem, policy, training=not forward_only)
-    draft = recompute_pass(draft, recompute)
+    recipe = Recipe(policy, recompute, update, update_early, not forward_only, memory_limit)
+    return build(spec.graph, made, devices, microbatches, recipe, costs)
+
+
+@frozen(eq=False)
+class Recipe:
+    """The choices behind a plan that do not depend on the number of microbatches."""
+
+    policy: Policy
+    recompute: str | Mapping[str, str] = "never"
+    update: str | None = None
+    update_early: bool = False
+    training: bool = True
+    memory_limit: float | Activations | None = None
+
+
+def build(
+    graph: Graph, chunks: tuple[Chunk, ...], devices: int, microbatches: int, recipe: Recipe, costs: Costs | None
+) -> Plan:
+    """Run the passes on placed chunks, and verify what they made."""
+    problem = Problem(chunks, devices, microbatches, chunk_edges(graph, chunks), costs or Costs(),
+                      tuple(s.name for s in graph.stages), recipe.memory_limit)
+    draft = order(graph, problem, recipe.policy, training=recipe.training)
+    draft = recompute_pass(draft, recipe.recompute)
     draft = linearise(draft)
-    draft = updates(draft, update, update_early)
+    draft = updates(draft, recipe.update, recipe.update_early)
     draft = copies(draft)
-    plan = finish(draft, costs)
-    verify(plan, memory_limit=memory_limit)
+    plan = evolve(finish(draft, costs), recipe=recipe)
+    verify(plan, memory_limit=recipe.memory_limit)
     return plan
 
 
@@ -88,14 +110,33 @@ def finish(draft: Any, costs: Costs | None = None) -> Plan:
     lanes, waits, buffers = lifetimes(draft)
     return Plan(
         draft.graph, draft.chunks, draft.devices, draft.microbatches, draft.schedule, draft.recompute, draft.update,
-        draft.table, lanes, waits, buffers, draft.replicas, draft.slices, costs,
+        draft.table, lanes, waits, buffers, draft.replicas, draft.slices, costs, update_early=draft.update_early,
     )
+
+
+def with_microbatches(plan: Plan, microbatches: int) -> Plan:
+    """The same pipeline on the same devices and schedule with another number of microbatches.
+
+    Raises:
+        ScheduleError: the plan was loaded from a file and its schedule is not one that pipec knows by name.
+    """
+    recipe = plan.recipe or _recipe_from_text(plan)
+    return build(plan.graph, plan.chunks, plan.devices, microbatches, recipe, plan.costs)
+
+
+def _recipe_from_text(plan: Plan) -> Recipe:
+    modes: Any = plan.recompute
+    if "=" in modes:
+        modes = dict(part.split("=", 1) for part in modes.split(","))
+    table = plan.table
+    first_update = np.flatnonzero(table.kind == Kind.UPDATE)[:1]
+    last_backward = np.flatnonzero(np.isin(table.kind, BACKWARDS))[-1:]
+    early = bool(len(first_update) and len(last_backward) and first_update[0] < last_backward[0])
+    return Recipe(find_schedule(plan.schedule), modes, plan.update, early, plan.training)
 
 
 def forward_plan(plan: Plan, microbatches: int | None = None) -> Plan:
     """The plan of forwards only on the same placement: what evaluation runs."""
     count = plan.microbatches if microbatches is None else microbatches
-    problem = Problem(plan.chunks, plan.devices, count, chunk_edges(plan.graph, plan.chunks), plan.costs or Costs(),
-                      tuple(s.name for s in plan.graph.stages))
-    draft = order(plan.graph, problem, find_schedule("gpipe"), training=False)
-    return finish(copies(linearise(evolve(draft, schedule="forward"))), plan.costs)
+    recipe = Recipe(find_schedule("gpipe"), training=False)
+    return evolve(build(plan.graph, plan.chunks, plan.devices, count, recipe, plan.costs), schedule="forward")

@@ -1,0 +1,1 @@
+"""Running a plan: the only part of pipec that touches real tensors."""

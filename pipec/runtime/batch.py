@@ -1,0 +1,131 @@
+"""Minibatches: cut into microbatches, and microbatch results joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import Problem, RunError, raise_all
+from pipec.runtime.borders import Packed, pack
+from pipec.spec import InputSpec, Spec
+from pipec.tree import LEAF, flatten, unflatten
+
+
+def bind_inputs(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any], optional: Sequence[int] = ()) -> list[Any]:
+    """One value per input of the pipeline; ``MISSING`` for those in ``optional`` that were not given.
+
+    Raises:
+        RunError: listing inputs that are unknown, missing or given twice.
+    """
+    names = [item.name for item in spec.inputs]
+    problems = [Problem(f"it has no input {name!r}; its inputs are {', '.join(names)}") for name in kwargs
+                if name not in names]
+    if len(args) > len(names):
+        problems.append(Problem(f"{len(args)} positional inputs were given, but it has {len(names)}"))
+    values = list(args[: len(names)]) + [MISSING] * (len(names) - len(args))
+    for index, name in enumerate(names):
+        if name in kwargs:
+            if values[index] is not MISSING:
+                problems.append(Problem(f"input {name!r} was given twice"))
+            values[index] = kwargs[name]
+        if values[index] is MISSING and index not in optional:
+            problems.append(Problem(f"input {name!r} is missing"))
+    raise_all(f"pipeline {spec.name!r}", problems, RunError)
+    return values
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+MISSING = _Missing()
+
+
+def row_count(spec: Spec, values: Sequence[Any]) -> int | None:
+    """Rows of the minibatch, None when no input is split.
+
+    Raises:
+        RunError: inputs disagree, or an input that is to be split cannot be.
+    """
+    counts: dict[int, list[str]] = {}
+    problems = []
+    for item, value in zip(spec.inputs, values, strict=True):
+        if item.split is None or value is MISSING:
+            continue
+        tensors = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+        if not tensors:
+            problems.append(
+                Problem(f"input {item.name!r} holds no tensor to split, got {type(value).__name__}; declare it with "
+                        "input(name, split=None) if it is the same for all microbatches", item.location)
+            )
+        for tensor in tensors:
+            if not -tensor.dim() <= item.split < tensor.dim():
+                problems.append(
+                    Problem(f"input {item.name!r} of shape {tuple(tensor.shape)} cannot be split along dimension "
+                            f"{item.split}; declare it with split=None if it is the same for all", item.location)
+                )
+                continue
+            rows = counts.setdefault(tensor.shape[item.split], [])
+            if item.name not in rows:
+                rows.append(item.name)
+    if len(counts) > 1:
+        told = ", ".join(f"{'/'.join(names)}: {rows}" for rows, names in counts.items())
+        problems.append(Problem(f"inputs that are split disagree on the number of rows ({told})"))
+    if 0 in counts:
+        problems.append(Problem(f"the minibatch has no row (input {', '.join(counts[0])})"))
+    raise_all(f"pipeline {spec.name!r}", problems, RunError)
+    return next(iter(counts)) if counts else None
+
+
+def sizes(rows: int, microbatches: int) -> list[int]:
+    """Rows per microbatch: they differ by at most one, the larger ones first (10 rows in 4: 3, 3, 2, 2)."""
+    return [rows // microbatches + (m < rows % microbatches) for m in range(microbatches)]
+
+
+def split(item: InputSpec, value: Any, parts: Sequence[int] | None, count: int) -> list[Any]:
+    """The microbatches of one input as packets (see borders). Pieces are views cut off from the caller's graph."""
+    if value is MISSING:
+        return [MISSING] * count
+    leaves, layout = flatten(value)
+    if item.split is None or parts is None:
+        packet = pack(value)
+        return [packet] * count
+    cut: list[list[Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            pieces = leaf.detach().split(list(parts), item.split)
+            cut.append([piece.requires_grad_() if leaf.requires_grad else piece for piece in pieces])
+        else:
+            cut.append([leaf] * count)
+    if layout is LEAF:
+        return cut[0]
+    return [Packed([column[m] for column in cut], layout) for m in range(count)]
+
+
+def join(values: Sequence[Any], dim: int | None) -> Any:
+    """One result from those of the microbatches.
+
+    Tensors are concatenated along ``dim``, scalars stacked; other leaves must agree or become a list. ``dim=None``
+    keeps the list.
+    """
+    if dim is None:
+        return list(values)
+    flat = [flatten(value) for value in values]
+    layout = flat[0][1]
+    if any(other != layout for _, other in flat):
+        return list(values)
+    return unflatten(layout, [_join_leaf(column, dim) for column in zip(*(leaves for leaves, _ in flat), strict=True)])
+
+
+def _join_leaf(column: Sequence[Any], dim: int) -> Any:
+    if all(isinstance(leaf, Tensor) for leaf in column):
+        if all(leaf.dim() == 0 for leaf in column):
+            return torch.stack(list(column))
+        return torch.cat(list(column), dim) if len(column) > 1 else column[0]
+    first = column[0]
+    same = all(type(leaf) is type(first) and not isinstance(leaf, Tensor) and leaf == first for leaf in column)
+    return first if same else list(column)

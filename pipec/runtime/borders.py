@@ -1,0 +1,127 @@
+"""What crosses a stage's border: detached values on the way there, gradients on the way back.
+
+A lone tensor travels as itself; any other value as its leaves and its layout. Gradients of a value have the same
+shape: one tensor or None, or a list with one entry per leaf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipec.tree import Layout, flatten, unflatten
+
+Gradient = Any  # Tensor | None, or a list of these
+Edges = Any  # GradientEdge | None, or a list of these
+
+
+class Packed:
+    """A value that is more than one tensor: its leaves, tensors detached, and its layout."""
+
+    __slots__ = ("layout", "leaves")
+
+    def __init__(self, leaves: list[Any], layout: Layout) -> None:
+        self.leaves, self.layout = leaves, layout
+
+
+def detach(tensor: Tensor) -> Tensor:
+    """The tensor without its graph; it requires a gradient if the original did, so that a reader can tell."""
+    bare = tensor.detach()
+    return bare.requires_grad_() if tensor.requires_grad else bare
+
+
+def pack(value: Any) -> Any:
+    """What is handed over for ``value``."""
+    if isinstance(value, Tensor):
+        return detach(value)
+    leaves, layout = flatten(value)
+    return Packed([detach(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], layout)
+
+
+def unpack(packet: Any) -> tuple[Any, Any]:
+    """A reader's own value and the tensors in it to differentiate with respect to (None where there is none)."""
+    if isinstance(packet, Tensor):
+        own = detach(packet)
+        return own, own if own.requires_grad else None
+    if not isinstance(packet, Packed):
+        return packet, None
+    leaves = [detach(leaf) if isinstance(leaf, Tensor) else leaf for leaf in packet.leaves]
+    wanted = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    return unflatten(packet.layout, leaves), wanted
+
+
+def edges(value: Any) -> Edges:
+    """Where gradients of ``value`` enter the graph that made it; holds the graph, not the value."""
+    if isinstance(value, Tensor):
+        return get_gradient_edge(value) if value.requires_grad else None
+    return [
+        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in flatten(value)[0]
+    ]
+
+
+def add(total: Gradient, more: Gradient) -> Gradient:
+    """``total + more`` leaf by leaf; None counts as zero. Neither argument is changed."""
+    if total is None:
+        return more
+    if more is None:
+        return total
+    if isinstance(total, list):
+        return [add(a, b) for a, b in zip(total, more, strict=True)]
+    return total + more
+
+
+def add_last_to_first(parcel: dict[int, Gradient]) -> Gradient:
+    """The sum of the readers' gradients in autograd's own order, from the last reader to the first."""
+    if len(parcel) == 1:
+        return next(iter(parcel.values()))
+    total: Gradient = None
+    for reader in sorted(parcel, reverse=True):
+        total = add(total, parcel[reader])
+    return total
+
+
+def merge_tail(parcel: dict[int, Gradient], tail: tuple[int, ...]) -> None:
+    """Add up the gradients of ``tail``, the last readers of all, under the very last one.
+
+    Only a sum that starts at the last reader can be formed early without changing a bit of the result.
+    """
+    if len(tail) < 2:
+        return
+    total: Gradient = None
+    for reader in reversed(tail):
+        total = add(total, parcel.pop(reader, None))
+    parcel[tail[-1]] = total
+
+
+def collect(edge: Edges, gradient: Gradient, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+    """Append every edge that has a gradient to ``roots`` and the gradient to ``seeds``."""
+    if isinstance(edge, list):
+        if gradient is not None:
+            for one, own in zip(edge, gradient, strict=True):
+                collect(one, own, roots, seeds)
+    elif edge is not None and gradient is not None:
+        roots.append(edge)
+        seeds.append(gradient)
+
+
+class Discard(torch.autograd.graph.saved_tensors_hooks):
+    """Build the graph, save nothing: outputs know whether they need a gradient, memory stays free.
+
+    Running a forward that will be recomputed in the same grad mode as one that will not keeps kernels that look
+    at ``requires_grad`` (attention) on the same path, so that recompute changes no bit.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_forget, _missing)
+
+
+def _forget(_: Tensor) -> None:
+    return None
+
+
+def _missing(_: Any) -> Tensor:
+    raise RuntimeError("the graph of a forward that is recomputed later cannot be differentiated")

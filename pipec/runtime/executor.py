@@ -1,0 +1,229 @@
+"""The executor loop and its handlers, one per task kind: the same for every backend."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import nullcontext
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import RunError
+from pipec.runtime.borders import (
+    Discard,
+    add_last_to_first,
+    collect,
+    edges,
+    merge_tail,
+    pack,
+    unpack,
+)
+from pipec.runtime.channels import Channels, Stopped
+from pipec.runtime.program import Op, Route
+from pipec.runtime.stages import Stage
+from pipec.runtime.step import Step
+from pipec.tree import select, tree_map
+
+
+class Tape:
+    """What a forward leaves for its backward: where gradients enter and leave the graph."""
+
+    __slots__ = ("edges", "leaves", "losses")
+
+    def __init__(self, leaves: list[Any], out: list[Any], losses: list[Any]) -> None:
+        self.leaves, self.edges, self.losses = leaves, out, losses
+
+
+class Device:
+    """One logical device during a step: its slots and the task it is at."""
+
+    __slots__ = ("at", "channels", "handlers", "index", "received", "stages", "step", "store")
+
+    def __init__(self, index: int, slots: int, stages: list[Stage], step: Step, channels: Channels) -> None:
+        self.index, self.stages, self.step, self.channels = index, stages, step, channels
+        self.store: list[Any] = [None] * slots
+        self.received: dict[Route, int] = defaultdict(int)
+        self.at: Op | None = None
+        self.handlers = (
+            self.forward, self.recompute, self.backward, None, None, self.copy, None, self.update
+        )
+
+    def run(self, ops: Iterable[Op]) -> None:
+        """Run tasks in order.
+
+        Raises:
+            Stopped: another device failed.
+            BaseException: whatever a stage raised; ``at`` is the task it came from.
+        """
+        step, store, channels, handlers = self.step, self.store, self.channels, self.handlers
+        starts, ends = step.starts, step.ends
+        for op in ops:
+            if channels.stopped:
+                raise Stopped
+            self.at = op
+            for route, count in op.receives:
+                if self.received[route] < count:
+                    self.receive(route, count)
+            starts[op.task] = perf_counter_ns()
+            handlers[op.kind](op)  # type: ignore[misc]
+            ends[op.task] = perf_counter_ns()
+            for slot in op.frees:
+                store[slot] = None
+        self.at = None
+
+    def receive(self, route: Route, count: int) -> None:
+        """Take what arrives on ``route`` until ``count`` values have come in this step."""
+        store, received = self.store, self.received
+        while received[route] < count:
+            slot, payload = self.channels.receive(route)
+            received[route] += 1
+            if type(payload) is dict and store[slot] is not None:
+                store[slot] |= payload  # gradients of other readers are there already
+            elif payload is not None:
+                store[slot] = payload
+
+    # -- handlers -------------------------------------------------------------------------------------------
+
+    def forward(self, op: Op) -> None:
+        """FORWARD: run the stage, hand its values on, keep its graph unless it is recomputed later."""
+        stage, step, m = self.stages[op.stage], self.step, op.microbatch
+        if op.recomputed:
+            if stage.buffers:
+                step.snapshots[op.stage, m] = stage.buffers.snapshot()
+            hooks: Any = Discard()
+        else:
+            hooks = nullcontext() if op.tape >= 0 else torch.no_grad()
+        leaves, out, losses = self._call(stage, op, hooks)
+        for slot, (_, path) in zip(op.gives, stage.gives, strict=True):
+            if slot >= 0:
+                self.store[slot] = pack(select(out, path) if path else out)
+        for index, path in stage.outputs:
+            step.outputs[index][m] = _bare(select(out, path) if path else out)
+        for loss, value in zip(stage.losses, losses, strict=True):
+            if value is not None:
+                step.losses[loss.index][m] = value.detach()
+        if op.tape >= 0:
+            self._keep(stage, op, leaves, out, losses)
+
+    def recompute(self, op: Op) -> None:
+        """RECOMPUTE: FORWARD again from the same inputs, buffers and random numbers, for its graph only."""
+        stage = self.stages[op.stage]
+        before = None
+        if stage.buffers:
+            before = stage.buffers.swap([b.clone() for b in self.step.snapshots.pop((op.stage, op.microbatch))])
+        try:
+            leaves, out, losses = self._call(stage, op, nullcontext())
+        finally:
+            if before is not None:
+                stage.buffers.swap(before)
+        self._keep(stage, op, leaves, out, losses)
+
+    def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, list[Any]]:
+        values, leaves = [], []
+        for slot in op.reads:
+            value, wanted = unpack(self.store[slot])
+            values.append(value)
+            leaves.append(wanted)
+        for index in stage.inputs:
+            value, wanted = unpack(self.step.inputs[index][op.microbatch])
+            values.append(value)
+            leaves.append(wanted)
+        with hooks:
+            out = stage.run(values)
+            losses = [
+                stage.run_loss(loss, values, out) if loss.index in self.step.wanted_losses else None
+                for loss in stage.losses
+            ]
+        return leaves, out, losses
+
+    def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, losses: list[Any]) -> None:
+        for loss, value in zip(stage.losses, losses, strict=True):
+            if value is not None and not value.requires_grad:
+                raise RunError(
+                    f"loss {loss.spec.name!r} of stage {stage.name!r} does not require a gradient, so there is "
+                    "nothing to differentiate; does a stage detach its result, or is every parameter frozen?"
+                )
+        out_edges = [edges(select(out, path) if path else out) for _, path in stage.gives]
+        loss_edges = [edges(value) if value is not None else None for value in losses]
+        self.store[op.tape] = Tape(leaves, out_edges, loss_edges)
+
+    def backward(self, op: Op) -> None:
+        """BACKWARD: gradients of the stage's parameters and of what it read."""
+        stage, step, store = self.stages[op.stage], self.step, self.store
+        tape: Tape = store[op.tape]
+        store[op.tape] = None
+        roots: list[Any] = []
+        seeds: list[Tensor] = []
+        for edge, slot in zip(tape.edges, op.gradients, strict=True):
+            if slot >= 0 and store[slot]:
+                collect(edge, add_last_to_first(store[slot]), roots, seeds)
+        for loss, edge in zip(stage.losses, tape.losses, strict=True):
+            if edge is not None:
+                roots.append(edge)
+                seeds.append(step.seed(loss.index, op.microbatch))
+        accumulator = step.accumulators[op.stage]
+        flat, shape = _flat(tape.leaves)
+        wanted = flat + accumulator.parameters
+        if not roots or not wanted:
+            accumulator.add(op.microbatch, [None] * len(accumulator.parameters))
+            return
+        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        accumulator.add(op.microbatch, found[len(flat) :])
+        self._give_back(stage, op, _shaped(found[: len(flat)], shape))
+
+    def _give_back(self, stage: Stage, op: Op, gradients: list[Any]) -> None:
+        reads = len(op.returns)
+        for slot, gradient in zip(op.returns, gradients, strict=False):
+            if slot >= 0:
+                parcel = self.store[slot]
+                if parcel is None:
+                    parcel = self.store[slot] = {}
+                parcel[op.stage] = gradient
+        for index, gradient in zip(stage.inputs, gradients[reads:], strict=True):
+            if gradient is not None:
+                self.step.input_gradients[index][op.microbatch][op.stage] = gradient
+
+    def copy(self, op: Op) -> None:
+        """COPY, the sender's half: hand a value or its gradients to another device."""
+        payload = self.store[op.source]
+        if op.tail and payload:
+            merge_tail(payload, op.tail)
+        self.channels.send(op.route, op.slot, payload)
+
+    def update(self, op: Op) -> None:
+        """UPDATE: step the optimizer of a stage, or the one of all."""
+        self.step.update(op.stage)
+
+
+def _bare(value: Any) -> Any:
+    """A value for the caller: tensors without their graph."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _flat(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
+    """The tensors in ``leaves`` and, per entry, None, True for one tensor, or a list of these."""
+    flat: list[Tensor] = []
+    shape: list[Any] = []
+    for leaf in leaves:
+        if leaf is None:
+            shape.append(None)
+        elif isinstance(leaf, list):
+            shape.append([one is not None for one in leaf])
+            flat += [one for one in leaf if one is not None]
+        else:
+            shape.append(True)
+            flat.append(leaf)
+    return flat, shape
+
+
+def _shaped(found: Any, shape: list[Any]) -> list[Any]:
+    rest = iter(found)
+    return [
+        None if own is None else next(rest) if own is True else [next(rest) if one else None for one in own]
+        for own in shape
+    ]

@@ -1,0 +1,94 @@
+"""Parameter gradients of one step: private accumulators that become ``.grad`` when the step has succeeded.
+
+Microbatches are added in ascending order onto what ``.grad`` held; one that finishes early waits for its turn.
+A parameter that several stages use is added up per stage first, then over the stages in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Accumulator:
+    """The gradients of one stage's parameters over the microbatches of a step."""
+
+    def __init__(self, parameters: list[Tensor], shared: set[int], microbatches: Sequence[int]) -> None:
+        """``shared``: ids of parameters that other stages use as well, whose sum starts from nothing."""
+        self.parameters = parameters
+        self.sums: list[Tensor | None] = [None if id(p) in shared else p.grad for p in parameters]
+        self._own = [False] * len(parameters)  # a sum that is still the user's .grad must not be written
+        self._order = list(microbatches)
+        self._next = 0
+        self._waiting: dict[int, Sequence[Tensor | None]] = {}
+
+    def add(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Add a microbatch's gradients when its turn comes."""
+        if self._next >= len(self._order) or self._order[self._next] != microbatch:
+            self._waiting[microbatch] = gradients
+            return
+        self._add(gradients)
+        self._next += 1
+        while self._waiting and self._next < len(self._order) and self._order[self._next] in self._waiting:
+            self._add(self._waiting.pop(self._order[self._next]))
+            self._next += 1
+
+    @torch.no_grad()
+    def _add(self, gradients: Sequence[Tensor | None]) -> None:
+        sums, own = self.sums, self._own
+        into, more = [], []
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if own[index]:
+                total = sums[index]
+                if gradient.is_sparse or total.is_sparse:  # type: ignore[union-attr]
+                    sums[index] = total + gradient
+                else:
+                    into.append(total)
+                    more.append(gradient)
+                continue
+            before = sums[index]
+            # a fresh tensor in the parameter's layout: autograd may hand out views, or one tensor twice
+            if before is not None:
+                sums[index] = before + gradient
+            elif gradient.is_sparse or gradient.stride() == self.parameters[index].stride():
+                sums[index] = gradient.clone()
+            else:
+                sums[index] = torch.empty_like(self.parameters[index]).copy_(gradient)
+            own[index] = True
+        if into:
+            torch._foreach_add_(into, more)
+
+
+def shared_parameters(parameters: Sequence[list[Tensor]]) -> set[int]:
+    """Ids of parameters that more than one stage uses."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for own in parameters:
+        for parameter in {id(p) for p in own}:
+            (shared if parameter in seen else seen).add(parameter)
+    return shared
+
+
+@torch.no_grad()
+def commit(accumulators: Sequence[Accumulator], shared: set[int]) -> None:
+    """Make the sums the parameters' ``.grad``."""
+    totals: dict[int, Tensor] = {}
+    owners: dict[int, Tensor] = {}
+    for accumulator in accumulators:
+        for parameter, total, own in zip(
+            accumulator.parameters, accumulator.sums, accumulator._own, strict=True
+        ):
+            if not own or total is None:
+                continue
+            if id(parameter) in shared:
+                before = totals.get(id(parameter), parameter.grad)
+                totals[id(parameter)] = total if before is None else before + total
+                owners[id(parameter)] = parameter
+            else:
+                parameter.grad = total
+    for key, parameter in owners.items():
+        parameter.grad = totals[key]

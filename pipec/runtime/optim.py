@@ -1,0 +1,116 @@
+"""Updates: optimizers that fit the plan, gradient hooks and loss scaling around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipec.errors import RunError
+from pipec.runtime.stages import Stage
+
+Hook = Callable[[list[Tensor]], Any]
+
+
+class Updater:
+    """The optimizers of a run, as the plan's ``update`` asks for them.
+
+    A parameter that several stages use belongs to the first of them. Stages without trainable parameters have no
+    optimizer, and their UPDATE does nothing.
+    """
+
+    def __init__(
+        self, update: str | None, optimizer: Any, stages: Sequence[Stage], scaler: Any = None, hook: Hook | None = None
+    ) -> None:
+        self.update, self.scaler, self.hook = update, scaler, hook
+        self.per_stage: dict[int, Optimizer] = {}
+        self.skip = False
+        self.updated: list[int] = []
+        check_fit(update, optimizer, hook)
+        if update == "all":
+            self.per_stage[-1] = optimizer
+        elif update == "stage":
+            owned: set[int] = set()
+            for stage in stages:
+                own = [p for p in stage.trainable() if id(p) not in owned]
+                owned |= {id(p) for p in own}
+                if own:
+                    made = optimizer(own)
+                    if not isinstance(made, Optimizer):
+                        raise RunError(
+                            f"optimizer(params) must return a torch.optim.Optimizer, got {type(made).__name__} for "
+                            f"stage {stage.name!r}"
+                        )
+                    self.per_stage[stage.index] = made
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return list(self.per_stage.values())
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by; the scaler's current scale, else 1."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return 1.0
+        self.scaler.scale(torch.ones(()))  # a scaler makes its state when first used
+        return float(self.scaler.get_scale())
+
+    def prepare(self, parameters: list[Tensor]) -> None:
+        """All gradients are there: unscale them, look for inf, call the user's hook. Before any UPDATE."""
+        self.skip, self.updated = False, []
+        if self.update is None:
+            return
+        if self.scaler is not None and self.scaler.is_enabled():
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self.skip = not all(bool(torch.isfinite(g).all()) for g in gradients)
+        if self.hook is not None and not self.skip:
+            self.hook(parameters)
+
+    def step(self, stage: int) -> None:
+        """Run the UPDATE of ``stage`` (-1: of all)."""
+        optimizer = self.per_stage.get(stage)
+        if optimizer is not None and not self.skip:
+            optimizer.step()
+        self.updated.append(stage)
+
+    def finish(self, parameters: list[Tensor]) -> None:
+        """After the last UPDATE: gradients are spent, the scaler learns what happened."""
+        if self.update is None:
+            return
+        if self.scaler is not None and self.scaler.is_enabled():
+            self.scaler.update()
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def check_fit(update: str | None, optimizer: Any, hook: Hook | None) -> None:
+    """Raise RunError when the optimizer is not what the plan's ``update`` needs."""
+    if update is None:
+        if optimizer is not None:
+            raise RunError(
+                "the plan has no UPDATE, so the runner takes no optimizer; compile with update='stage' or 'all', or "
+                "step your own optimizer after run.step()"
+            )
+        if hook is not None:
+            raise RunError("before_update needs a plan with UPDATE tasks; compile with update='stage' or 'all'")
+    elif update == "all" and not isinstance(optimizer, Optimizer):
+        raise RunError(
+            "the plan was compiled with update='all', so optimizer= must be one torch.optim.Optimizer, got "
+            f"{_told(optimizer)}"
+        )
+    elif update == "stage" and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
+        raise RunError(
+            "the plan was compiled with update='stage', so optimizer= must be a function that makes an optimizer from "
+            f"a stage's parameters, such as lambda params: torch.optim.SGD(params, lr=0.1); got {_told(optimizer)}"
+        )
+
+
+def _told(value: Any) -> str:
+    return "none" if value is None else type(value).__name__
+
+

@@ -1,0 +1,169 @@
+"""A plan as the instructions of each device: every task with the slots it reads, writes, sends and frees.
+
+Programs hold numbers only, so they are built once per plan and shared by all its steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+from attrs import frozen
+
+from pipec.ir import Buffer, Kind, Lane, Plan
+
+Slot = int
+Route = tuple[int, int]  # source device, target device
+
+
+class Op:
+    """One task of a device, ready to run.
+
+    Attributes:
+        task: id in the plan.
+        receives: (route, n): it needs the first n values that arrive on this route.
+        reads: per value the stage reads, its slot.
+        gives: per value the stage gives, its slot, or -1 where nobody needs it.
+        tape: slot of the graph that a forward leaves for its backward, or -1.
+        recomputed: a FORWARD whose RECOMPUTE follows.
+        gradients: per value the stage gives, the slot of its gradients, or -1.
+        returns: per value the stage reads, the slot its gradient goes to, or -1.
+        source, route: of a COPY: the slot it sends and where; ``slot`` is the one it arrives in.
+        tail: of a gradient COPY: the readers whose sum may be formed before sending.
+        frees: slots that are dead when it has ended.
+    """
+
+    __slots__ = ("device", "frees", "gives", "gradients", "kind", "microbatch", "reads", "receives", "recomputed", "returns",
+                 "route", "slot", "source", "stage", "tail", "tape", "task")
+
+    def __init__(self, task: int, kind: Kind, stage: int, microbatch: int, device: int) -> None:
+        self.task, self.kind, self.stage, self.microbatch, self.device = task, kind, stage, microbatch, device
+        self.receives: tuple[tuple[Route, int], ...] = ()
+        self.reads: tuple[Slot, ...] = ()
+        self.gives: tuple[Slot, ...] = ()
+        self.gradients: tuple[Slot, ...] = ()
+        self.returns: tuple[Slot, ...] = ()
+        self.tape: Slot = -1
+        self.recomputed = False
+        self.source: Slot = -1
+        self.slot: Slot = -1
+        self.route: Route = (-1, -1)
+        self.tail: tuple[int, ...] = ()
+        self.frees: tuple[Slot, ...] = ()
+
+
+@frozen(eq=False)
+class Program:
+    """The instructions of a plan: per device its tasks and the number of its slots."""
+
+    ops: tuple[tuple[Op, ...], ...]  # per device, UPDATE apart
+    updates: tuple[tuple[Op, ...], ...]  # per device
+    slots: tuple[int, ...]
+    routes: tuple[Route, ...]
+    merged: tuple[Op, ...]  # all ops in the plan's one order
+    backward_order: tuple[tuple[int, ...], ...]  # per stage its microbatches, ascending, that have a backward
+
+
+class _Slots:
+    """Numbers for (kind, value or stage, microbatch) on one device."""
+
+    def __init__(self) -> None:
+        self.number: dict[tuple[int, int, int], int] = {}
+
+    def of(self, kind: Buffer, ref: int, microbatch: int) -> Slot:
+        return self.number.setdefault((kind, ref, microbatch), len(self.number))
+
+    def find(self, kind: Buffer, ref: int, microbatch: int) -> Slot:
+        return self.number.get((kind, ref, microbatch), -1)
+
+
+def build_program(plan: Plan) -> Program:
+    """Translate ``plan`` into instructions, one sweep over its tasks."""
+    slots = [_Slots() for _ in range(plan.devices)]
+    frees: dict[tuple[int, int], list[Slot]] = defaultdict(list)
+    tapes: dict[int, Slot] = {}
+    columns = [getattr(plan.buffers, name).tolist() for name in (
+        "kind", "ref", "microbatch", "device", "writer", "free")]
+    for kind, ref, microbatch, device, writer, free in zip(*columns, strict=True):
+        slot = slots[device].of(Buffer(kind), ref, microbatch)
+        if slot not in frees[device, free]:
+            frees[device, free].append(slot)
+        if kind == Buffer.ACTIVATION:
+            tapes[writer] = slot
+    made = [_op(plan, task, slots) for task in range(len(plan.table))]
+    for op in made:
+        if op.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            op.tape = tapes.get(op.task, -1)
+            op.recomputed = op.tape < 0 and slots[op.device].find(Buffer.ACTIVATION, op.stage, op.microbatch) >= 0
+        op.frees = tuple(frees.get((op.device, op.task), ()))
+    place = _places(plan, made)
+    for op in made:
+        op.receives = tuple(
+            (made[w].route, place[w]) for w in plan.waits.of(op.task).tolist()
+            if made[w].kind is Kind.COPY and made[w].route[1] == op.device
+        )
+    ops, updates = [], []
+    for device in range(plan.devices):
+        own = np.union1d(plan.lanes[device][Lane.COMPUTE], plan.lanes[device][Lane.OUT]).tolist()
+        last = max((i for i in own if made[i].kind is not Kind.UPDATE), default=-1)
+        late = [made[i] for i in own if i > last]
+        ops.append(tuple(made[i] for i in own if i <= last))
+        updates.append(tuple(late))
+    late_ids = {op.task for row in updates for op in row}
+    merged = tuple(op for op in made if op.task not in late_ids)
+    routes = tuple(sorted({op.route for op in made if op.kind is Kind.COPY}))
+    order: list[list[int]] = [[] for _ in plan.graph.stages]
+    for op in made:
+        if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            order[op.stage].append(op.microbatch)
+    return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes, merged,
+                   tuple(tuple(sorted(row)) for row in order))
+
+
+def _places(plan: Plan, made: list[Op]) -> dict[int, int]:
+    """Per COPY its place, from 1, among those of its route."""
+    counts: dict[Route, int] = defaultdict(int)
+    place = {}
+    for lanes in plan.lanes:
+        for task in lanes[Lane.OUT].tolist():
+            counts[made[task].route] += 1
+            place[task] = counts[made[task].route]
+    return place
+
+
+def _op(plan: Plan, task: int, slots: list[_Slots]) -> Op:
+    table, graph = plan.table, plan.graph
+    kind, stage, m, device = (
+        Kind(table.kind[task]), int(table.stage[task]), int(table.microbatch[task]), int(table.device[task])
+    )
+    op = Op(task, kind, stage, m, device)
+    own = slots[device]
+    if kind is Kind.COPY:
+        value, peer = int(table.value[task]), int(table.peer[task])
+        what = Buffer.GRADIENT if table.gradient[task] else Buffer.VALUE
+        op.route = (device, peer)
+        op.source, op.slot = own.find(what, value, m), slots[peer].find(what, value, m)
+        if table.gradient[task]:
+            op.tail = _tail(plan, value, device)
+        return op
+    if stage < 0:
+        return op
+    info = graph.stages[stage]
+    if kind in (Kind.FORWARD, Kind.RECOMPUTE):
+        op.reads = tuple(own.find(Buffer.VALUE, value, m) for value in info.reads)
+        op.gives = tuple(own.find(Buffer.VALUE, value, m) for value in info.gives)
+    else:
+        op.gradients = tuple(own.find(Buffer.GRADIENT, value, m) for value in info.gives)
+        op.returns = tuple(own.find(Buffer.GRADIENT, value, m) for value in info.reads)
+        op.tape = own.find(Buffer.ACTIVATION, stage, m)
+    return op
+
+
+def _tail(plan: Plan, value: int, device: int) -> tuple[int, ...]:
+    """The last gradient readers of ``value``, as long as they are on ``device``."""
+    tail: list[int] = []
+    for reader in reversed(plan.graph.gradient_readers(value)):
+        if plan.stage_device(reader) != device:
+            break
+        tail.append(reader)
+    return tuple(reversed(tail))

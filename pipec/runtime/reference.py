@@ -1,0 +1,118 @@
+"""The reference: the plain loop that defines what is right.
+
+Stages one after another in one thread with detached borders, microbatch by microbatch in ascending order; gradients
+of several readers added from the last reader to the first; microbatch gradients added one after another onto what
+``.grad`` held. Every synchronous plan on every backend gives exactly these numbers.
+
+It shares with the executor how a stage is called and how a batch is cut, and nothing of plans, slots or channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.runtime.borders import add, collect, edges, pack, unpack
+from pipec.runtime.gradients import shared_parameters
+from pipec.runtime.result import Result
+from pipec.runtime.stages import bind
+from pipec.runtime.step import Batch, joined_result
+from pipec.tree import select, tree_map
+
+
+class Reference:
+    """See :func:`reference`."""
+
+    def __init__(self, pipeline: Any, microbatches: int) -> None:
+        self.spec, self.microbatches = pipeline.spec, microbatches
+        self.stages = bind(self.spec)
+
+    def step(self, *args: Any, **inputs: Any) -> Result:
+        """Losses and outputs of one minibatch; parameter gradients are added to ``.grad``."""
+        batch = Batch(self.spec, args, inputs, self.microbatches)
+        packets = batch.packets()
+        outputs: list[list[Any]] = [[] for _ in self.spec.outputs]
+        losses: list[list[Any]] = [[] for _ in self.spec.losses]
+        trained = [stage.trainable() for stage in self.stages]
+        shared = shared_parameters(trained)
+        per_stage: dict[tuple[int, int], Tensor] = {}  # gradients of shared parameters by stage
+        for m in range(batch.microbatches):
+            graphs = self._forward(batch, packets, m, outputs, losses)
+            for stage, own, gradients in self._backward(batch, graphs, m, trained, losses):
+                for parameter, gradient in zip(own, gradients, strict=True):
+                    if gradient is None:
+                        continue
+                    key = id(parameter), stage
+                    if id(parameter) in shared:
+                        before = per_stage.get(key)
+                        per_stage[key] = gradient.clone() if before is None else before + gradient
+                    else:
+                        before = parameter.grad
+                        parameter.grad = gradient.clone() if before is None else before + gradient
+        for number, own in enumerate(trained):
+            for parameter in own:
+                gradient = per_stage.get((id(parameter), number))
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return joined_result(batch, outputs, losses)
+
+    def _forward(self, batch: Batch, packets: Any, m: int, outputs: Any, losses: Any) -> list[Any]:
+        values: dict[int, Any] = {}
+        graphs = []
+        for stage in self.stages:
+            read = [unpack(values[port]) for port in stage.reads]
+            read += [unpack(packets[index][m]) for index in stage.inputs]
+            arguments, leaves = [value for value, _ in read], [wanted for _, wanted in read]
+            out = stage.run(arguments)
+            own_losses = [stage.run_loss(loss, arguments, out) for loss in stage.losses]
+            for port, path in stage.gives:
+                values[port] = pack(select(out, path))
+            for index, path in stage.outputs:
+                outputs[index].append(
+                    tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, select(out, path))
+                )
+            for loss, value in zip(stage.losses, own_losses, strict=True):
+                losses[loss.index].append(value.detach())
+            roots = [edges(select(out, path)) for _, path in stage.gives]
+            graphs.append((leaves, roots, [edges(value) for value in own_losses]))
+        return graphs
+
+    def _backward(self, batch: Batch, graphs: list[Any], m: int, trained: list[list[Tensor]], losses: Any) -> Any:
+        arriving: dict[int, list[tuple[int, Any]]] = {}  # per port (reader, gradient), readers descending
+        for stage in reversed(self.stages):
+            leaves, port_edges, loss_edges = graphs[stage.index]
+            roots: list[Any] = []
+            seeds: list[Tensor] = []
+            for (port, _), edge in zip(stage.gives, port_edges, strict=True):
+                total = None
+                for _, gradient in arriving.pop(port, []):
+                    total = add(total, gradient)
+                collect(edge, total, roots, seeds)
+            for loss, edge in zip(stage.losses, loss_edges, strict=True):
+                if edge is not None:
+                    roots.append(edge)
+                    seeds.append(torch.full_like(losses[loss.index][m], batch.weights[loss.index][m]))
+            wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
+            own = trained[stage.index]
+            if not roots or not wanted + own:
+                continue
+            found = list(torch.autograd.grad(roots, wanted + own, seeds, allow_unused=True))
+            yield stage.index, own, found[len(wanted) :]
+            for port, leaf in zip(stage.reads, leaves, strict=False):
+                if isinstance(leaf, list):
+                    gradient: Any = [None if t is None else found.pop(0) for t in leaf]
+                else:
+                    gradient = None if leaf is None else found.pop(0)
+                arriving.setdefault(port, []).append((stage.index, gradient))
+
+
+def reference(pipeline: Any, microbatches: int = 1) -> Reference:
+    """The plain loop over the stages of ``pipeline`` with ``microbatches`` pieces per minibatch.
+
+    Its ``step`` takes the same batches as :meth:`pipec.Runner.step` and gives, bit for bit, the same losses,
+    outputs, gradients and buffers, on one device type and with the same number of intra-op threads.
+    """
+    return Reference(pipeline, microbatches)
+

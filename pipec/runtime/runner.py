@@ -1,0 +1,302 @@
+"""The runner: a spec and a plan bound to devices, stepped by the user's own training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.compiler import forward_plan, with_microbatches
+from pipec.errors import RunError
+from pipec.ir import Plan
+from pipec.runtime.backends import Backend, Replay, Threads
+from pipec.runtime.channels import Channels
+from pipec.runtime.executor import Device
+from pipec.runtime.failure import TaskFailure, annotate
+from pipec.runtime.gradients import Accumulator, commit, shared_parameters
+from pipec.runtime.optim import Hook, Updater
+from pipec.runtime.program import Program, build_program
+from pipec.runtime.result import Result
+from pipec.runtime.stages import Stage, bind, training_flags
+from pipec.runtime.step import Batch, Step
+from pipec.runtime.trace import measured
+from pipec.timeline import Timeline
+
+BACKENDS = ("threads", "replay")
+_numbers = count()
+
+
+class Runner:
+    """Runs a plan on real devices.
+
+    Args:
+        pipeline: the Pipeline or Spec that was compiled; its modules are used as they are.
+        plan: from :func:`pipec.compile`.
+        devices: one torch device per logical device; by default the CPU for all.
+        optimizer: with ``update="stage"`` a function from a stage's parameters to an optimizer, with
+            ``update="all"`` one optimizer, else nothing.
+        backend: "threads" (a worker per device) or "replay" (one thread); by default threads, replay for one device.
+        before_update: called with all trained parameters when all gradients are there and before any UPDATE
+            (clipping).
+        scaler: a ``torch.amp.GradScaler``; with UPDATE tasks the runner unscales, skips and adjusts it.
+
+    Raises:
+        RunError: pipeline, devices or optimizer do not fit the plan.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        plan: Plan,
+        devices: Sequence[str | torch.device] | None = None,
+        optimizer: Any = None,
+        *,
+        backend: str | None = None,
+        before_update: Hook | None = None,
+        scaler: Any = None,
+    ) -> None:
+        self.spec, self.plan = pipeline.spec, plan
+        self._check(devices, backend)
+        self.stages: list[Stage] = bind(self.spec)
+        self._backend: Backend = self._make_backend(backend)
+        self._updater = Updater(plan.update, optimizer, self.stages, scaler, before_update)
+        self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
+        self._last: tuple[Plan, Step] | None = None
+        self._closed = False
+
+    def _check(self, devices: Sequence[Any] | None, backend: str | None) -> None:
+        if self.spec.graph != self.plan.graph:
+            raise RunError(
+                f"the plan was compiled for another pipeline: {_difference(self.spec.graph, self.plan.graph)}; "
+                "compile this pipeline again"
+            )
+        empty = [stage.name for stage in self.spec.stages if stage.fn is None]
+        if empty:
+            raise RunError(
+                f"stages without a module cannot run: {', '.join(empty)}; placeholders are for plans and pictures"
+            )
+        if devices is not None:
+            if len(devices) != self.plan.devices:
+                raise RunError(f"the plan has {self.plan.devices} devices, got {len(devices)}: {list(devices)}")
+            other = [str(d) for d in devices if torch.device(d).type != "cpu"]
+            if other:
+                raise RunError(f"this version runs on CPU devices; got {', '.join(other)}")
+        if backend is not None and backend not in BACKENDS:
+            raise RunError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
+
+    def _make_backend(self, backend: str | None) -> Backend:
+        if backend is None:
+            backend = "threads" if self.plan.devices > 1 else "replay"
+        if backend == "replay":
+            return Replay()
+        return Threads(self.plan.devices, f"{self.spec.name} {next(_numbers)}")
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def step(self, *args: Any, **inputs: Any) -> Result:
+        """Train on one minibatch: forward, backward, and the plan's updates.
+
+        Inputs are given by name or in the order of their declaration. Without UPDATE tasks the gradients are added
+        to ``.grad`` of the parameters, as a plain loop would.
+
+        Raises:
+            RunError: the batch does not fit the pipeline.
+            BaseException: what a stage, a loss, a hook or an optimizer raised, with a note saying where. Then
+                parameters, buffers and ``.grad`` are as before the step, unless an UPDATE had begun.
+        """
+        self._ready()
+        if not self.plan.training:
+            raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
+        batch = Batch(self.spec, args, inputs, self.plan.microbatches)
+        plan, program = self._program(True, batch.microbatches)
+        trained = [stage.trainable() for stage in self.stages]
+        shared = shared_parameters(trained)
+        accumulators = [
+            Accumulator(own, shared, order) for own, order in zip(trained, program.backward_order, strict=True)
+        ]
+        updater = self._updater
+        step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared))
+        parameters = list({id(p): p for own in trained for p in own}.values())
+        early = any(op.kind.name == "UPDATE" for row in program.ops for op in row)
+        with self._failing_safe(step):
+            if early:
+                updater.prepare([])
+            devices, channels = self._devices(program, step)
+            self._backend.run(devices, program.ops, channels)
+            if not early:
+                commit(accumulators, shared)
+                updater.prepare(parameters)
+            if any(program.updates):
+                self._backend.run(devices, program.updates, channels)
+            step.backward_inputs()
+            updater.finish(parameters)
+        self._last = (plan, step)
+        result = step.result()
+        step.forget()
+        return Result(result.losses, result.outputs, result.microbatches, updater.skip)
+
+    def _update(self, step: Step, stage: int, shared: set[int]) -> None:
+        if stage >= 0 and step.starts and self._is_early(step.plan):
+            commit([step.accumulators[stage]], shared)
+        self._updater.step(stage)
+
+    def _is_early(self, plan: Plan) -> bool:
+        return bool(plan.recipe is not None and plan.recipe.update_early)
+
+    def evaluate(self, *args: Any, **inputs: Any) -> Result:
+        """Outputs and losses of a batch of any size in eval mode, without gradients; nothing is kept.
+
+        Losses whose inputs are not given are left out.
+        """
+        return self._forward(args, inputs, losses=True)
+
+    def forward(self, *args: Any, **inputs: Any) -> Result:
+        """As :meth:`evaluate`, without computing any loss."""
+        return self._forward(args, inputs, losses=False)
+
+    def _forward(self, args: Sequence[Any], inputs: dict[str, Any], losses: bool) -> Result:
+        self._ready()
+        needed = {index for stage in self.stages for index in stage.needed_inputs}
+        optional = [index for index in range(len(self.spec.inputs)) if index not in needed]
+        batch = Batch(self.spec, args, inputs, self.plan.microbatches, optional)
+        if not losses:
+            batch.wanted_losses = set()
+        plan, program = self._program(False, batch.microbatches)
+        step = Step(plan, batch, [])
+        flags = training_flags(self.stages)
+        try:
+            for module, _ in flags:
+                module.training = False
+            with self._failing_safe(step), torch.no_grad():
+                devices, channels = self._devices(program, step)
+                self._backend.run(devices, program.ops, channels)
+        finally:
+            for module, training in flags:
+                module.training = training
+        return step.result()
+
+    def _devices(self, program: Program, step: Step) -> tuple[list[Device], Channels]:
+        channels = Channels(program.routes)
+        return [Device(d, slots, self.stages, step, channels) for d, slots in enumerate(program.slots)], channels
+
+    def _program(self, training: bool, microbatches: int) -> tuple[Plan, Program]:
+        key = training, microbatches
+        if key not in self._plans:
+            if not training:
+                plan = forward_plan(self.plan, microbatches)
+            elif microbatches == self.plan.microbatches:
+                plan = self.plan
+            else:
+                plan = with_microbatches(self.plan, microbatches)
+            self._plans[key] = plan, build_program(plan)
+        return self._plans[key]
+
+    @contextmanager
+    def _failing_safe(self, step: Step) -> Iterator[None]:
+        """Let the original exception through with a note; put buffers and gradients back as they were."""
+        stages = [stage for stage in self.stages if stage.buffers]
+        buffers = [(stage, stage.buffers.originals(), stage.buffers.snapshot()) for stage in stages]
+        gradients = [(p, p.grad) for own in step.accumulators for p in own.parameters]
+        try:
+            yield
+        except BaseException as error:
+            updated = [self.stages[s].name if s >= 0 else "all" for s in self._updater.updated]
+            for stage, originals, values in buffers:
+                stage.buffers.restore(originals, values)
+            if not updated:
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+            self._updater.updated = []
+            if not isinstance(error, TaskFailure):
+                raise
+            after = f"updated before: {', '.join(updated)}; their parameters have changed" if updated else ""
+            original = annotate(error, step.plan.graph, after)
+        else:
+            return
+        raise original
+
+    def _ready(self) -> None:
+        if self._closed:
+            raise RunError("this runner was closed")
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by stage name, or under "all"."""
+        return {self.stages[s].name if s >= 0 else "all": made for s, made in self._updater.per_stage.items()}
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Every parameter of the pipeline once."""
+        seen: set[int] = set()
+        for stage in self.stages:
+            for _, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of all stages as ``stage.key``, for any number of devices."""
+        state: dict[str, Tensor] = {}
+        for stage in self.stages:
+            if stage.module is not None:
+                state |= {f"{stage.name}.{key}": value for key, value in stage.module.state_dict().items()}
+            if stage.spec.params is not None:
+                state |= {f"{stage.name}.{key}": value.detach() for key, value in stage.named_parameters()
+                          if f"{stage.name}.{key}" not in state}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load what :meth:`state_dict` gave.
+
+        Raises:
+            RunError: listing keys that are missing or unknown; nothing is loaded then.
+        """
+        own = self.state_dict()
+        missing, unknown = [k for k in own if k not in state], [k for k in state if k not in own]
+        wrong = [f"{k} has shape {tuple(state[k].shape)}, expected {tuple(own[k].shape)}" for k in own
+                 if k in state and state[k].shape != own[k].shape]
+        if missing or unknown or wrong:
+            told = [f"missing {', '.join(missing)}"] if missing else []
+            told += [f"unknown {', '.join(unknown)}"] if unknown else []
+            raise RunError(f"the state does not fit pipeline {self.spec.name!r}: " + "; ".join(told + wrong))
+        for key, value in own.items():
+            value.copy_(state[key])
+
+    def trace(self) -> Timeline:
+        """The measured timeline of the last training step, in milliseconds.
+
+        Raises:
+            RunError: there was no step yet.
+        """
+        if self._last is None:
+            raise RunError("nothing was measured yet: run a step first")
+        return measured(*self._last)
+
+    def close(self) -> None:
+        """End the worker threads. Also done when the runner is garbage."""
+        self._closed = True
+        self._backend.close()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _difference(mine: Any, theirs: Any) -> str:
+    own, other = [s.name for s in mine.stages], [s.name for s in theirs.stages]
+    if own != other:
+        return f"its stages are {', '.join(own)}, the plan's are {', '.join(other)}"
+    if [v.name for v in mine.values] != [v.name for v in theirs.values]:
+        return f"it carries {[v.name for v in mine.values]}, the plan carries {[v.name for v in theirs.values]}"
+    return "its edges, losses or buffers differ from the plan's"
+

@@ -1,0 +1,193 @@
+"""A stage as a function: arguments filled from what it reads, parameters and buffers at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from pipec.errors import RunError
+from pipec.runtime.buffers import BufferKeeper
+from pipec.spec import LossSpec, Ref, Spec
+from pipec.tree import Path, flatten, select, unflatten
+
+OWN = -1  # slot of a loss argument that is the stage's own result
+
+
+@frozen
+class Argument:
+    """Where an argument comes from: a position in what the stage reads, and what is selected from it."""
+
+    slot: int
+    path: Path
+
+
+@frozen(eq=False)
+class Call:
+    """An argument template compiled for filling."""
+
+    leaves: tuple[Any, ...]
+    layout: Any
+    direct: tuple[int, ...] | None  # all arguments positional and whole: their slots
+
+    def fill(self, values: list[Any], own: Any = None) -> tuple[Any, dict[str, Any]]:
+        if self.direct is not None:
+            return [values[slot] for slot in self.direct], {}
+        leaves = [
+            select(own if leaf.slot == OWN else values[leaf.slot], leaf.path) if isinstance(leaf, Argument) else leaf
+            for leaf in self.leaves
+        ]
+        args, kwargs = unflatten(self.layout, leaves)
+        return args, kwargs
+
+
+def make_call(args: Any, kwargs: Any, resolve: Callable[[Ref], Argument]) -> Call:
+    leaves, layout = flatten((args, kwargs))
+    filled = tuple(resolve(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves)
+    plain = not kwargs and all(
+        isinstance(arg, Ref) and isinstance(leaf, Argument) and not leaf.path and leaf.slot != OWN
+        for arg, leaf in zip(args, filled, strict=False)
+    ) and len(filled) == len(args)
+    return Call(filled, layout, tuple(leaf.slot for leaf in filled) if plain else None)
+
+
+@frozen(eq=False)
+class StageLoss:
+    """A loss computed inside a stage."""
+
+    index: int
+    spec: LossSpec
+    call: Call
+
+
+class Stage:
+    """One stage of a spec, ready to run.
+
+    What it reads stands in one list: first the values of ``reads`` (indices of ports), then the pipeline's inputs
+    of ``inputs``, and a loss may need more inputs than the stage itself.
+    """
+
+    def __init__(self, spec: Spec, index: int) -> None:
+        self.spec, self.index = spec.stages[index], index
+        self.name = self.spec.name
+        self.reads = spec.graph.stages[index].reads
+        self.gives = tuple((port, spec.ports[port].path) for port in spec.graph.stages[index].gives)
+        own_losses = [(i, loss) for i, loss in enumerate(spec.losses) if loss.home == index]
+        refs = [*self.spec.refs(), *(ref for _, loss in own_losses for ref in loss.refs())]
+        self.inputs = tuple(sorted({ref.index for ref in refs if ref.source == "input"}))
+        self.needed_inputs = tuple(sorted({r.index for r in self.spec.refs() if r.source == "input"}))
+        self.call = make_call(self.spec.args, self.spec.kwargs, lambda ref: self._resolve(spec, ref))
+        self.losses = tuple(
+            StageLoss(i, loss, make_call(loss.args, loss.kwargs, lambda ref: self._resolve(spec, ref)))
+            for i, loss in own_losses
+        )
+        self.outputs = tuple(
+            (i, out.ref.path) for i, out in enumerate(spec.outputs) if out.ref.index == index
+        )
+        self.fn = self.spec.fn
+        self.module = self.fn if isinstance(self.fn, nn.Module) else None
+        self.buffers = BufferKeeper(self.module)
+
+    def _resolve(self, spec: Spec, ref: Ref) -> Argument:
+        if ref.source == "input":
+            return Argument(len(self.reads) + self.inputs.index(ref.index), ref.path)
+        if ref.index == self.index:
+            return Argument(OWN, ref.path)
+        port, path = spec.port_of(ref)
+        return Argument(self.reads.index(port), path)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the stage that may be trained, each once, under the user's own keys."""
+        if self.module is not None:
+            yield from self.module.named_parameters()
+        seen = set()
+        for path, leaf in named_leaves(self.spec.params):
+            if isinstance(leaf, Tensor) and leaf.is_leaf and id(leaf) not in seen:
+                seen.add(id(leaf))
+                yield path, leaf
+
+    def trainable(self) -> list[Tensor]:
+        """The tensors that require a gradient now."""
+        return [p for _, p in self.named_parameters() if p.requires_grad]
+
+    def run(self, values: list[Any]) -> Any:
+        """The stage's result for one microbatch."""
+        if self.fn is None:
+            raise RunError(f"stage {self.name!r} is a placeholder without a module; it can be drawn but not run")
+        args, kwargs = self.call.fill(values)
+        if self.spec.params is not None:
+            return self.fn(self.spec.params, *args, **kwargs)
+        return self.fn(*args, **kwargs)
+
+    def run_loss(self, loss: StageLoss, values: list[Any], own: Any) -> Tensor:
+        """A loss for one microbatch, a scalar.
+
+        Raises:
+            RunError: it is no scalar tensor, or leaves rows out without ``count=``.
+        """
+        what = f"loss {loss.spec.name!r} of stage {self.name!r}"
+        fn = loss.spec.fn
+        if fn is None:
+            raise RunError(f"{what} is a placeholder without a function; it can be drawn but not run")
+        args, kwargs = loss.call.fill(values, own)
+        if loss.spec.reduction == "mean":
+            check_mean(what, fn, args, kwargs)
+        value = fn(*args, **kwargs)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise RunError(f"{what} must return a scalar tensor, got {got}; reduce it with .mean() or .sum()")
+        return value
+
+
+def check_mean(what: str, fn: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise RunError when torch's own cross entropy would average over fewer rows than the microbatch has."""
+    module = isinstance(fn, nn.CrossEntropyLoss | nn.NLLLoss)
+    if not module and fn is not nn.functional.cross_entropy and fn is not nn.functional.nll_loss:
+        return
+    given = {"target": args[1] if len(args) > 1 else kwargs.get("target")} | kwargs
+    if not module:
+        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+        given |= dict(zip(names, args, strict=False))
+    ignore = fn.ignore_index if module else given.get("ignore_index", -100)
+    weight = fn.weight if module else given.get("weight")
+    reduction = fn.reduction if module else given.get("reduction", "mean")
+    target = given["target"]
+    if reduction != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
+        return
+    ignored = bool((target == ignore).any())
+    if ignored or weight is not None:
+        why = f"meets targets equal to ignore_index={ignore}" if ignored else "has class weights"
+        raise RunError(
+            f"{what} {why}, so its mean does not weigh every row alike and microbatches cannot be averaged; "
+            "declare it as a sum with a count: loss(..., reduction='sum' in the function, count=lambda target: "
+            f"(target != {ignore}).sum())"
+        )
+
+
+def named_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a parameter pytree with dotted names."""
+    if tree is None:
+        return
+    if isinstance(tree, dict):
+        items: Any = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    else:
+        yield path, tree
+        return
+    for key, value in items:
+        yield from named_leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def bind(spec: Spec) -> list[Stage]:
+    """Every stage of ``spec``, ready to run."""
+    return [Stage(spec, index) for index in range(len(spec.stages))]
+
+
+@torch.no_grad()
+def training_flags(stages: list[Stage]) -> list[tuple[nn.Module, bool]]:
+    """The train/eval flag of every module, so that it can be put back."""
+    return [(m, m.training) for stage in stages if stage.module is not None for m in stage.module.modules()]

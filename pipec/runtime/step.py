@@ -1,0 +1,162 @@
+"""The state of one step that all devices share: inputs, results, gradients, times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import RunError
+from pipec.ir import Plan
+from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sizes, split
+from pipec.runtime.borders import Gradient, add, add_last_to_first
+from pipec.runtime.gradients import Accumulator
+from pipec.runtime.result import Result
+from pipec.spec import Spec
+from pipec.tree import flatten
+
+
+class Batch:
+    """A minibatch bound to the pipeline's inputs and cut into microbatches.
+
+    Attributes:
+        values: per input what the caller gave.
+        parts: rows per microbatch, None when no input is split.
+        weights: per loss and microbatch the factor of its gradient: rows/all rows, 1, or 1/count.
+    """
+
+    def __init__(
+        self, spec: Spec, args: Sequence[Any], kwargs: dict[str, Any], microbatches: int, optional: Sequence[int] = ()
+    ) -> None:
+        self.spec = spec
+        self.values = bind_inputs(spec, args, kwargs, optional)
+        self.rows = row_count(spec, self.values)
+        self.microbatches = microbatches if self.rows is None else min(microbatches, self.rows)
+        self.parts = None if self.rows is None else sizes(self.rows, self.microbatches)
+        self.wanted_losses = {
+            index for index, loss in enumerate(spec.losses)
+            if all(self.values[ref.index] is not MISSING for ref in loss.refs() if ref.source == "input")
+        }
+        self.weights = [
+            self._weights(index) if index in self.wanted_losses else [] for index in range(len(spec.losses))
+        ]
+
+    def _weights(self, index: int) -> list[float]:
+        loss, count = self.spec.losses[index], self.microbatches
+        if loss.count is not None:
+            total = float(loss.count(**self._named(loss.count)))
+            if not total > 0:
+                raise RunError(f"loss {loss.name!r}: count gave {total:g} for this minibatch; it must be positive")
+            return [1.0 / total] * count
+        if loss.reduction == "sum":
+            return [1.0] * count
+        if self.parts is None or self.rows is None:
+            return [1.0 / count] * count
+        return [part / self.rows for part in self.parts]
+
+    def _named(self, fn: Callable[..., Any]) -> dict[str, Any]:
+        import inspect
+
+        parameters = inspect.signature(fn).parameters.values()
+        given = {item.name: value for item, value in zip(self.spec.inputs, self.values, strict=True)}
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return given
+        return {p.name: given[p.name] for p in parameters}
+
+    def packets(self) -> list[list[Any]]:
+        """Per input its microbatches, ready to be read by stages."""
+        return [
+            split(item, value, self.parts, self.microbatches)
+            for item, value in zip(self.spec.inputs, self.values, strict=True)
+        ]
+
+
+class Step:
+    """One step of a plan.
+
+    ``scale`` multiplies every loss gradient (loss scaling); ``update`` is called by UPDATE tasks with the stage.
+    """
+
+    def __init__(
+        self, plan: Plan, batch: Batch, accumulators: list[Accumulator], scale: float = 1.0,
+        update: Callable[[int], None] | None = None,
+    ) -> None:
+        spec, count = batch.spec, batch.microbatches
+        self.plan, self.batch, self.accumulators, self.scale = plan, batch, accumulators, scale
+        self.inputs = batch.packets()
+        self.outputs: list[list[Any]] = [[None] * count for _ in spec.outputs]
+        self.losses: list[list[Any]] = [[None] * count for _ in spec.losses]
+        self.input_gradients: list[list[dict[int, Gradient]]] = [[{} for _ in range(count)] for _ in spec.inputs]
+        self.snapshots: dict[tuple[int, int], list[Tensor]] = {}
+        self.starts: list[int] = [0] * len(plan.table)
+        self.ends: list[int] = [0] * len(plan.table)
+        self.wanted_losses = batch.wanted_losses
+        self._update = update
+
+    def seed(self, loss: int, microbatch: int) -> Tensor:
+        """The gradient of the minibatch's loss with respect to one microbatch's."""
+        weight = self.batch.weights[loss][microbatch] * self.scale
+        return torch.full_like(self.losses[loss][microbatch], weight)
+
+    def update(self, stage: int) -> None:
+        if self._update is not None:
+            self._update(stage)
+
+    def forget(self) -> None:
+        """Drop every tensor and callback; what is left are the times of the tasks."""
+        self.inputs = self.outputs = self.losses = self.input_gradients = self.accumulators = []
+        self.batch.values = []
+        self.snapshots = {}
+        self._update = None
+
+    def backward_inputs(self) -> None:
+        """Send the gradients of inputs that require one into the caller's own graph, once for all microbatches."""
+        tensors: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for index, (item, value) in enumerate(zip(self.batch.spec.inputs, self.batch.values, strict=True)):
+            leaves = flatten(value)[0]
+            if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+                continue
+            parcels = [add_last_to_first(parcel) if parcel else None for parcel in self.input_gradients[index]]
+            rows = [parcel if isinstance(parcel, list) else [parcel] * len(leaves) for parcel in parcels]
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    column = [row[place] for row in rows]
+                    gradient = self._join_gradient(leaf, column, item.split)
+                    if gradient is not None:
+                        tensors.append(leaf)
+                        gradients.append(gradient)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+
+    def _join_gradient(self, leaf: Tensor, column: list[Tensor | None], dim: int | None) -> Tensor | None:
+        if all(gradient is None for gradient in column):
+            return None
+        if dim is None or self.batch.parts is None:
+            total: Gradient = None
+            for gradient in column:
+                total = add(total, gradient)
+            return total  # type: ignore[no-any-return]
+        pieces = leaf.detach().split(self.batch.parts, dim)
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(pieces, column, strict=True)]
+        return torch.cat(filled, dim)
+
+    def result(self) -> Result:
+        """Losses and outputs of the minibatch."""
+        return joined_result(self.batch, self.outputs, self.losses)
+
+
+def joined_result(batch: Batch, outputs: list[list[Any]], losses: list[list[Any]]) -> Result:
+    """The result of a minibatch from those of its microbatches: losses weighed and summed in ascending order."""
+    totals = {}
+    for index, loss in enumerate(batch.spec.losses):
+        if index in batch.wanted_losses:
+            total = None
+            for value, weight in zip(losses[index], batch.weights[index], strict=True):
+                part = value if weight == 1.0 else value * weight
+                total = part if total is None else total + part
+            totals[loss.name] = total
+    joined = {out.name: join(values, out.dim) for out, values in zip(batch.spec.outputs, outputs, strict=True)}
+    return Result(totals, joined, batch.microbatches)

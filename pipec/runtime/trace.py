@@ -1,0 +1,35 @@
+"""The measured timeline of a step: a Timeline like the simulated one, from the clock instead of costs."""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import evolve
+
+from pipec.costs import Costs
+from pipec.ir import Kind, Plan
+from pipec.runtime.step import Step
+from pipec.timeline import Timeline
+
+
+def measured(plan: Plan, step: Step) -> Timeline:
+    """Start and end of every task in milliseconds from the first one's start.
+
+    A task's cause is whatever ended last before it began among the task before it on its lane and what it waited
+    for.
+    """
+    starts, ends = np.asarray(step.starts, np.int64), np.asarray(step.ends, np.int64)
+    zero = starts[starts > 0].min(initial=np.iinfo(np.int64).max)
+    start, end = np.maximum(starts - zero, 0) / 1e6, np.maximum(ends - zero, 0) / 1e6
+    before = np.full(len(plan.table), -1, np.int32)
+    for lanes in plan.lanes:
+        for ids in lanes[:1]:
+            before[ids[1:]] = ids[:-1]
+    cause = np.full(len(plan.table), -1, np.int32)
+    for task in range(len(plan.table)):
+        candidates = [int(w) for w in plan.waits.of(task)] + ([int(before[task])] if before[task] >= 0 else [])
+        if candidates:
+            cause[task] = max(candidates, key=lambda i: end[i])
+    costs = evolve(plan.costs or Costs(), unit="ms")
+    copies = plan.table.kind == Kind.COPY
+    end = np.where(copies, np.maximum(end, start), end)
+    return Timeline(plan, costs, start, end, cause)
