@@ -341,14 +341,14 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        from pipec.text import save
+        from pipec.files import save
 
         save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan written by :meth:`save`."""
-        from pipec.text import load
+        from pipec.files import load
 
         return load(path)
 

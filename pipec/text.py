@@ -1,17 +1,14 @@
-"""The printed form of a plan, and back: text that a person can read and a test can pin; JSON for files."""
+"""The printed form of a plan, and back: text that a person can read and a test can pin."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import asdict
 
-from pipec.costs import Costs
 from pipec.errors import PlanError
 from pipec.ir import (
     BUFFER_COLUMNS,
@@ -23,14 +20,11 @@ from pipec.ir import (
     Kind,
     Lane,
     Plan,
-    Table,
     Waits,
     make_table,
 )
 from pipec.passes.draft import to_csr
 from pipec.spec import Graph, InputInfo, StageInfo, ValueInfo
-
-FORMAT = 1
 
 
 def quote(name: str) -> str:
@@ -135,6 +129,10 @@ def parse_plan(text: str) -> Plan:
         return body.plan(_unquote(head["name"]), options)
     except KeyError as error:
         raise PlanError(f"the plan's text lacks {error}") from None
+    except OverflowError:
+        raise PlanError("the plan's text holds a number that is too large") from None
+    except ValueError as error:
+        raise PlanError(f"cannot read the plan's first line: {error}") from None
 
 
 def _unquote(text: str) -> str:
@@ -155,6 +153,7 @@ class _Body:
         self.device = -1
         self.rows: dict[int, dict[str, int]] = {}
         self.lanes: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        self.seen: set[tuple[int, int]] = set()
         self.waits: list[tuple[int, int]] = []
         self.new: list[tuple[int, str, int]] = []  # device, token, task
         self.free: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -162,12 +161,18 @@ class _Body:
     def read(self, line: str) -> None:
         if match := re.fullmatch(r"device (\d+)", line):
             self.device = int(match[1])
+            if self.device in self.lanes:
+                raise ValueError("the device has a list already")
             self.lanes[self.device] = ([], [], [])
         elif match := _STAGE.fullmatch(line):
+            if int(match[1]) != len(self.stages):
+                raise ValueError(f"stage {match[1]} stands where stage {len(self.stages)} belongs")
             self.stages.append((_unquote(match[2]), int(match[3]), int(match[4]), match[5].split()))
         elif match := _INPUT.fullmatch(line):
             self.inputs.append(InputInfo(_unquote(match[1]), _ints(match[2])))
         elif match := _VALUE.fullmatch(line):
+            if int(match[1]) != len(self.values):
+                raise ValueError(f"v{match[1]} stands where v{len(self.values)} belongs")
             self.values.append(ValueInfo(_unquote(match[2]), int(match[3]), _ints(match[4]), _ints(match[5])))
         elif match := _TASK.fullmatch(line):
             self._task(match)
@@ -177,8 +182,12 @@ class _Body:
     def _task(self, match: re.Match[str]) -> None:
         task = int(match[1])
         lane = Lane.COMPUTE
+        if self.device < 0:
+            raise ValueError("it stands before any 'device' line")
         if match["copy"]:
             value, item, device, peer = int(match[3]), match.group(4, 5, 6), int(match[7]), int(match[8])
+            if value >= len(self.values):
+                raise ValueError(f"no value v{value} is declared")
             row = {"kind": Kind.COPY, "stage": self.values[value].producer, "value": value, "device": device,
                    "peer": peer, "gradient": match["copy"].startswith("d")}
             lane = Lane.OUT if device == self.device else Lane.IN
@@ -186,6 +195,9 @@ class _Body:
             item = match.group(12, 13, 14)
             row = {"kind": LETTERS[match[11]], "stage": int(match[10]) if match[10] else -1, "device": self.device}
         row |= dict(zip(("microbatch", "slice", "replica"), (int(part or 0) for part in item), strict=True))
+        if (task, lane) in self.seen:
+            raise ValueError(f"the task %{task} stands twice on a lane")
+        self.seen.add((task, lane))
         self.lanes[self.device][lane].append(task)
         word = ""
         own = row["device"] == self.device
@@ -218,6 +230,14 @@ class _Body:
         if bad:
             raise PlanError(f"the plan waits for %{bad[0]}, which it does not hold")
         devices = int(options["devices"])
+        for name in ("devices", "microbatches", "replicas", "slices"):
+            if int(options.get(name, 1)) < 1:
+                raise PlanError(f"the plan's text says {name}={options[name]}; there is at least one")
+        stray = [d for d in self.lanes if d >= devices]
+        if stray:
+            raise PlanError(f"device {stray[0]} of the plan's text is not one of 0..{devices - 1}")
+        if devices > len(self.lanes):
+            raise PlanError(f"the plan's text has lists for {len(self.lanes)} devices, but devices={devices}")
         lanes = tuple(
             tuple(np.asarray(lane, np.int32) for lane in self.lanes.get(d, ([], [], []))) for d in range(devices)
         )
@@ -261,67 +281,3 @@ class _Body:
         columns = np.asarray(rows, np.int64).reshape(-1, len(BUFFER_COLUMNS)).T
         order = np.lexsort((columns[1], columns[0], columns[6]))
         return Buffers(*(column[order] for column in columns))
-
-
-def to_dict(plan: Plan) -> dict[str, Any]:
-    """A plan as plain Python values, for JSON."""
-    made: dict[str, Any] = {"format": FORMAT}
-    made |= {name: getattr(plan, name) for name in (
-        "devices", "microbatches", "schedule", "recompute", "update", "replicas", "slices", "update_early")}
-    made["graph"] = asdict(plan.graph)
-    made["chunks"] = [asdict(chunk) for chunk in plan.chunks]
-    made["table"] = {name: getattr(plan.table, name).tolist() for name in TABLE_COLUMNS}
-    made["lanes"] = [[lane.tolist() for lane in lanes] for lanes in plan.lanes]
-    made["waits"] = {"start": plan.waits.start.tolist(), "ids": plan.waits.ids.tolist()}
-    made["buffers"] = {name: getattr(plan.buffers, name).tolist() for name in BUFFER_COLUMNS}
-    made["costs"] = None if plan.costs is None else plan.costs.to_dict()
-    return made
-
-
-def from_dict(given: dict[str, Any]) -> Plan:
-    """The plan that :func:`to_dict` wrote.
-
-    Raises:
-        PlanError: it is no plan, or one of another format.
-    """
-    if not isinstance(given, dict) or given.get("format") != FORMAT:
-        raise PlanError(f"this is no plan of format {FORMAT}")
-    try:
-        graph = given["graph"]
-        return Plan(
-            Graph(
-                graph["name"],
-                tuple(StageInfo(**_tuples(s)) for s in graph["stages"]),
-                tuple(ValueInfo(**_tuples(v)) for v in graph["values"]),
-                tuple(InputInfo(**_tuples(i)) for i in graph["inputs"]),
-            ),
-            tuple(Chunk(**_tuples(chunk)) for chunk in given["chunks"]),
-            given["devices"], given["microbatches"], given["schedule"], given["recompute"], given["update"],
-            Table(**given["table"]),
-            tuple(tuple(np.asarray(lane, np.int32) for lane in lanes) for lanes in given["lanes"]),
-            Waits(**given["waits"]),
-            Buffers(**given["buffers"]),
-            given["replicas"], given["slices"],
-            None if given["costs"] is None else Costs(**given["costs"]),
-            update_early=given["update_early"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(f"the saved plan cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _tuples(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-
-
-def save(plan: Plan, path: str | Path) -> None:
-    """Write a plan as JSON."""
-    Path(path).write_text(json.dumps(to_dict(plan)), encoding="utf-8")
-
-
-def load(path: str | Path) -> Plan:
-    """Read a plan that :func:`save` wrote. Raises PlanError when the file holds none."""
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{path} is no JSON: {error}") from None
-    return from_dict(given)

@@ -5,6 +5,7 @@ The invariants index by these numbers, so they are looked at only in a plan of t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -33,6 +34,20 @@ def _graph(plan: Plan) -> Iterator[str]:
                 f"value v{number} goes from stage {value.producer} to {_list(value.readers)}, but a value "
                 f"goes from one of the stages 0..{stages - 1} to later ones"
             )
+    reads: dict[int, list[int]] = defaultdict(list)
+    gives: dict[int, list[int]] = defaultdict(list)
+    for number, value in enumerate(plan.graph.values):
+        gives[value.producer].append(number)
+        for reader in value.readers:
+            reads[reader].append(number)
+    for number, stage in enumerate(plan.graph.stages):
+        if list(stage.reads) != reads[number] or list(stage.gives) != gives[number]:
+            yield f"stage {number} does not read and give the values that name it"
+    if any(not 0 <= r < stages for item in plan.graph.inputs for r in item.readers):
+        yield f"an input is read by a stage that is none of 0..{stages - 1}"
+    items = plan.microbatches * plan.slices * plan.replicas
+    if items > len(plan.table):
+        yield f"the plan has {items} microbatches, slices and replicas, but only {len(plan.table)} tasks"
     placed = sorted(stage for chunk in plan.chunks for stage in chunk.stages)
     if placed != list(range(stages)):
         yield f"the chunks hold the stages {_list(placed)}, but each of 0..{stages - 1} belongs in one"
