@@ -19,6 +19,7 @@ from attrs import frozen
 
 from pipec.cli_input import (
     Given,
+    UsageError,
     add_compile_options,
     add_target,
     add_window_options,
@@ -65,7 +66,7 @@ def run_plan(arguments: Arguments) -> int:
             arguments.output.write_text(str(plan), encoding="utf-8")
         print(f"wrote {arguments.output}: {len(plan)} tasks")
     elif arguments.json:
-        from pipec.text import to_dict
+        from pipec.files import to_dict
 
         show_json(to_dict(plan))
     else:

@@ -221,7 +221,7 @@ def copy_lane(tasks: Tasks, device: int, x: To, view: View, top: float, height: 
             if start >= view.end or end < view.begin:
                 continue
             task = plan.table.task(index)
-            fill = HUES[Kind.COPY] if not task.gradient else mix(HUES[Kind.COPY], "#000000", 0.3)
+            fill = mix(HUES[Kind.COPY], "#000000" if task.gradient else "#FFFFFF", 0.2)
             width = max(x(end) - x(start), SLIVER)
             critical = index in tasks.critical
             label = task.item if text_width(task.item, 7) <= width - 2 else ""

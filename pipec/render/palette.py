@@ -12,11 +12,11 @@ HUES: dict[Kind, str] = {
     Kind.FORWARD: "#5B9BD5",
     Kind.RECOMPUTE: "#F7E79A",
     Kind.BACKWARD: "#F2A14A",
-    Kind.BACKWARD_INPUT: "#D9553B",
-    Kind.BACKWARD_WEIGHT: "#57B894",
+    Kind.BACKWARD_INPUT: "#C23B22",
+    Kind.BACKWARD_WEIGHT: "#8FD0A0",
     Kind.COPY: "#B4B4C0",
-    Kind.REDUCE: "#6B4A2B",
-    Kind.UPDATE: "#7A3E91",
+    Kind.REDUCE: "#2F2A26",
+    Kind.UPDATE: "#6B2E85",
 }
 WORDS: dict[Kind, str] = {
     Kind.FORWARD: "forward",
@@ -49,7 +49,7 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
     hue = HUES[kind]
     if chunks <= 1:
         return mix(hue, "#FFFFFF", 0.25)
-    at = -0.55 + 0.75 * chunk / (chunks - 1)
+    at = -0.55 + 0.65 * chunk / (chunks - 1)
     return mix(hue, "#FFFFFF", -at) if at < 0 else mix(hue, "#000000", at)
 
 

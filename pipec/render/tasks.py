@@ -165,7 +165,9 @@ def _edges(
             points = (start, (start[0] + 12, y0 - HIGH / 2 - rise), (end[0] - 12, y0 - HIGH / 2 - rise), end)
             yield Line(points, ink, 0.7, False, True, True, name, css)
         else:
-            mid = max((x1 - x0) * 0.5, 8.0)
-            yield Line(
-                ((x0, y0), (x0 + mid, y0), (x1 - mid, y1), (x1, y1)), ink, 0.7, False, True, True, name, css
-            )
+            down = HIGH / 2 if y1 > y0 else -HIGH / 2 if y1 < y0 else 0.0
+            first = (x0 - WIDE / 2, y0 + down) if down else (x0, y0)
+            last = (x1 + WIDE / 2, y1 - down) if down else (x1, y1)
+            turn = (y0 + y1) / 2
+            path = (first, (first[0], turn), (last[0], turn), last) if down else (first, last)
+            yield Line(path, ink, 0.7, False, True, bool(down), name, css)

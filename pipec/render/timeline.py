@@ -187,7 +187,7 @@ def _headline(
 def _panel(v: View, tasks: Tasks, memory: Memory | None, title: str, top: float, options: Options) -> Panel:
     count = len(v.devices)
     lane_height = LANE_HEIGHT if count <= 24 else 20.0 if count <= 48 else 13.0
-    gap = 9.0 if count <= 24 else 5.0 if count <= 48 else 3.0
+    gap = (15.0 if options.copies else 9.0) if count <= 24 else 5.0 if count <= 48 else 3.0
     copy_height = 9.0 if options.lanes else 0.0
     y = top + (20 if title else 2)
     lane, strips = {}, {}
@@ -273,16 +273,17 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
         )
     for device, y in panel.lane.items():
         items += _lane_names(panel, device, y, axis.left, options.lanes)
+    # Arrows pass under the boxes, so that every number stays readable.
+    if options.copies:
+        items += copy_arrows(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
+    if options.critical:
+        items += critical_links(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
     items += task_boxes(tasks, panel.view, axis.x, axis.scale, panel.lane, panel.lane_height)
     if options.lanes:
         for device, y in panel.lane.items():
             items += copy_lane(
                 tasks, device, axis.x, panel.view, y + panel.lane_height + 2, panel.copy_height
             )
-    if options.copies:
-        items += copy_arrows(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
-    if options.critical:
-        items += critical_links(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
     if several and axis.begin <= timeline.makespan <= axis.end:
         x, last = axis.x(timeline.makespan), max(panel.lane.values()) + panel.lane_height
         items.append(Line(((x, min(panel.lane.values()) - 3), (x, last + 3)), INK, 1.2, css="makespan"))

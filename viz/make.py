@@ -1,0 +1,221 @@
+"""The gallery: draws every picture of this folder and writes its index.
+
+    python viz/make.py            draw what has changed
+    python viz/make.py --check    only say what is not up to date
+
+``fresh.json`` keeps, per picture, a hash of the DOT text it was painted from and one of the file, so that a test
+can tell whether the pictures show what pipec draws today, whatever Graphviz painted them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from attrs import frozen
+
+import pipec
+from pipec.render import Picture, draw
+from pipec.schedules import REGISTRY
+
+HERE = Path(__file__).resolve().parent
+FRESH = HERE / "fresh.json"
+DEVICES, MICROBATCHES = 4, 8
+MIB = 2**20
+
+
+@frozen
+class Entry:
+    """A picture: its file's name, a heading, two sentences, when to use what it shows, and how it is drawn."""
+
+    name: str
+    heading: str
+    text: str
+    use: str
+    make: Callable[[], Picture]
+    png: bool = False
+
+
+def unet() -> pipec.Pipeline:
+    """A U-Net of seven stages whose three skips cross from the encoder to the decoder."""
+    net = pipec.Pipeline("U-Net")
+    image, target = net.input("image"), net.input("target")
+    enc1 = net.stage("enc1", None, image)
+    enc2 = net.stage("enc2", None, enc1)
+    enc3 = net.stage("enc3", None, enc2)
+    middle = net.stage("middle", None, enc3)
+    dec3 = net.stage("dec3", None, middle, pipec.skip(enc3))
+    dec2 = net.stage("dec2", None, dec3, pipec.skip(enc2))
+    dec1 = net.stage("dec1", None, dec2, pipec.skip(enc1))
+    net.output(dec1)
+    net.loss("mse", None, dec1, target)
+    return net
+
+
+def unet_costs(**more: float) -> pipec.Costs:
+    """Outer stages hold large images at little work, inner ones small images at much work."""
+    sizes = {"enc1": 8, "enc2": 4, "enc3": 2, "middle": 1, "dec3": 2, "dec2": 4, "dec1": 8}
+    stages = {name: {"output_bytes": mib * MIB, "activation_bytes": 3 * mib * MIB} for name, mib in sizes.items()}
+    return pipec.Costs(unit="ms", stages=stages, **more)
+
+
+def unet_plan(microbatches: int = 6) -> pipec.Plan:
+    return pipec.compile(unet(), 4, microbatches, costs=unet_costs(latency=0.2), update="stage")
+
+
+def schedule_plan(name: str, **options: str) -> pipec.Plan:
+    """Equal work for every schedule: two unit stages a device where chunks are looped, else one of double cost."""
+    looped = getattr(REGISTRY[name](), "placement", "linear") != "linear"
+    stages, cost = (2 * DEVICES, 1.0) if looped else (DEVICES, 2.0)
+    costs = pipec.Costs(cost, cost, cost)
+    return pipec.compile(pipec.chain(stages), DEVICES, MICROBATCHES, name, costs=costs, **options)
+
+
+# What a newcomer should know of each schedule; one that is missing here shows its own description.
+WORDS = {
+    "gpipe": (
+        "All forwards run first, then all backwards. Simple, but every device keeps the activations of all "
+        "microbatches until the backwards begin.",
+        "to start with, for few microbatches, or with recompute, which makes the activations small."),
+    "1f1b": (
+        "As soon as the first backward can run, each device does one backward and one forward in turn. The bubble is "
+        "GPipe's, but device s of P keeps at most P - s activations however many microbatches there are.",
+        "by default: it never needs more memory than GPipe and is never slower when hand-overs are free."),
+    "eager-1f1b": (
+        "1F1B that runs about twice as many forwards ahead. A device then has work while activations and gradients "
+        "travel, for about twice the activations.",
+        "when the hand-over between devices takes a noticeable part of a task and memory allows it."),
+    "interleaved-1f1b": (
+        "Every device holds several chunks of the model (light and dark) and a microbatch goes round the devices once "
+        "per chunk. The bubble shrinks by the number of chunks; copies grow by as much.",
+        "when there are few microbatches per device and the links are fast."),
+    "looped-bfs": (
+        "Looped chunks as in interleaved 1F1B, but all microbatches pass a chunk before the next chunk begins. The "
+        "small bubble of looping, the memory of GPipe, and long runs of one chunk that hide communication.",
+        "with sharded weights that are gathered once per chunk, or with recompute."),
+}
+
+
+def schedule_entry(name: str) -> Entry:
+    what = (type(REGISTRY[name]()).__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
+    text, use = WORDS.get(name, (what, "see the page about schedules."))
+    return Entry(f"schedule-{name}", name, text, use, lambda: draw(schedule_plan(name)))
+
+
+def entries() -> list[Entry]:
+    """Every picture of the gallery, in the order of the index."""
+    return [
+        Entry(
+            "unet", "A U-Net with skips",
+            "Seven stages on four devices under 1f1b. Arrows are copies between devices; dashed ones are skips, which go "
+            "straight from their encoder stage to the decoder stage that reads them.",
+            "whenever you want to see what a plan does before you rent the devices.",
+            lambda: draw(unet_plan(), copies=True), png=True),
+        Entry(
+            "unet-stages", "The same U-Net as a stage graph",
+            "What was declared: stages by device, values with their bytes, skips dashed. No time is shown, only who reads "
+            "what from whom.",
+            "to check a declaration and a placement.",
+            lambda: draw(unet_plan(), graph="stages", pipeline=unet())),
+        *(schedule_entry(name) for name in REGISTRY),
+        Entry(
+            "compare", "All schedules on one axis",
+            "The same model, costs and number of microbatches under every schedule. The black line is the end of each "
+            "step; `pipec compare` draws this for your own model.",
+            "to choose a schedule.",
+            lambda: draw([schedule_plan(name) for name in REGISTRY], titles=list(REGISTRY))),
+        Entry(
+            "recompute", "Recompute",
+            "1f1b with recompute=\"except_last\": a forward keeps only its inputs, and the yellow task rebuilds the rest "
+            "right before the backward. The memory strips show what that saves, the title what it costs.",
+            "when activations do not fit.",
+            lambda: draw(schedule_plan("1f1b", recompute="except_last"))),
+        Entry(
+            "bandwidth", "Copies that take time",
+            "Links of limited bandwidth: each device has a lane for what it sends and one for what it receives. Bytes are "
+            "known here, so memory is in bytes, against a limit.",
+            "to see whether the links, and not the devices, decide the step time.",
+            lambda: draw(unet_plan(4), costs=unet_costs(latency=0.1, bandwidth=8.0 * MIB), lanes=True,
+                         memory_limit=128 * MIB)),
+        Entry(
+            "tasks", "The task graph of a small plan",
+            "Every forward and backward of three microbatches and what it needs; black arrows cross devices. Columns are "
+            "steps, so every arrow points to the right.",
+            "to understand why a task waits.",
+            lambda: draw(pipec.compile(pipec.chain(4), 2, 3), graph="tasks")),
+    ]
+
+
+def files(entry: Entry) -> list[str]:
+    return [f"{entry.name}.svg", *([f"{entry.name}.png"] if entry.png else [])]
+
+
+def digest(content: str | bytes) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def index(made: list[Entry]) -> str:
+    """The text of this folder's README.md."""
+    rows = [
+        "# Pictures", "",
+        "Each row of a timeline is a device, each box a task with its microbatch's number; grey is the bubble, red the",
+        "critical path: the chain of tasks that decides the step time. Below, on the same axis, is what each device",
+        "keeps in memory. Open an SVG by itself and rest the pointer on a box to read which stage it is, when it runs",
+        "and what it waited for.", "",
+        f"The schedules are drawn for {DEVICES} devices, {MICROBATCHES} microbatches, equal work, and free hand-overs. "
+        "A whole backward takes", "twice as long as a forward.", "",
+        "`python viz/make.py` draws all of this again.", "",
+    ]
+    for entry in made:
+        rows += [f"## {entry.heading}", "", f"![{entry.heading}]({entry.name}.svg)", "", entry.text, "",
+                 f"Use it {entry.use}", ""]
+    return "\n".join(rows).rstrip() + "\n"
+
+
+def stale(made: list[Entry], pictures: dict[str, Picture]) -> list[str]:
+    """Files that are missing, changed by hand, or painted from other DOT text than today's."""
+    kept = json.loads(FRESH.read_text(encoding="utf-8")) if FRESH.is_file() else {}
+    wrong = []
+    for entry in made:
+        for name in files(entry):
+            path = HERE / name
+            now = {"dot": digest(pictures[entry.name].dot), "file": digest(path.read_bytes()) if path.is_file() else ""}
+            if kept.get(name) != now:
+                wrong.append(name)
+    known = {name for entry in made for name in files(entry)}
+    wrong += sorted(p.name for p in HERE.iterdir() if p.suffix in (".svg", ".png") and p.name not in known)
+    readme = HERE / "README.md"
+    if not readme.is_file() or readme.read_text(encoding="utf-8") != index(made):
+        wrong.append("README.md")
+    return wrong
+
+
+def main(arguments: list[str]) -> int:
+    made = entries()
+    pictures = {entry.name: entry.make() for entry in made}
+    wrong = stale(made, pictures)
+    if "--check" in arguments:
+        print("\n".join(f"not up to date: {name}" for name in wrong) or "the gallery is up to date")
+        return 1 if wrong else 0
+    known = {name: entry for entry in made for name in files(entry)}
+    for name in wrong:
+        if name in known:
+            pictures[known[name].name].save(HERE / name)
+            print(f"drew {name}")
+        elif name != "README.md":
+            (HERE / name).unlink()
+            print(f"removed {name}")
+    fresh = {
+        name: {"dot": digest(pictures[entry.name].dot), "file": digest((HERE / name).read_bytes())}
+        for name, entry in known.items()
+    }
+    FRESH.write_text(json.dumps(fresh, indent=2) + "\n", encoding="utf-8")
+    (HERE / "README.md").write_text(index(made), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
