@@ -230,9 +230,9 @@ class _Body:
         if bad:
             raise PlanError(f"the plan waits for %{bad[0]}, which it does not hold")
         devices = int(options["devices"])
-        for name in ("devices", "microbatches", "replicas", "slices"):
-            if int(options.get(name, 1)) < 1:
-                raise PlanError(f"the plan's text says {name}={options[name]}; there is at least one")
+        for option in ("devices", "microbatches", "replicas", "slices"):
+            if int(options.get(option, 1)) < 1:
+                raise PlanError(f"the plan's text says {option}={options[option]}; there is at least one")
         stray = [d for d in self.lanes if d >= devices]
         if stray:
             raise PlanError(f"device {stray[0]} of the plan's text is not one of 0..{devices - 1}")
