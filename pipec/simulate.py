@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pipec.costs import Costs
 from pipec.errors import PlanError
-from pipec.ir import Buffer, Kind, Lane, Plan
+from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan
 from pipec.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -25,7 +25,7 @@ def durations(plan: Plan, costs: Costs) -> Floats:
     for number, stage in enumerate(graph.stages):
         for kind in Kind:
             by_stage[kind, number] = costs.duration(kind, stage.name)
-    trained = sorted({int(s) for s in table.stage[table.kind == Kind.BACKWARD]})
+    trained = sorted({int(s) for s in table.stage[np.isin(table.kind, BACKWARDS)]})
     by_stage[Kind.UPDATE, -1] = sum(by_stage[Kind.UPDATE, s] for s in trained)  # an UPDATE of all stages
     made = by_stage[table.kind, table.stage] / plan.slices
     if costs.bandwidth is not None:
