@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from pipec.runtime.engine import edge_of
 from pipec.tree import Layout, flatten, unflatten
 
 Gradient = Any  # Tensor | None, or a list of these
@@ -42,23 +43,25 @@ def pack(value: Any) -> Any:
 
 
 def unpack(packet: Any) -> tuple[Any, Any]:
-    """A reader's own value and the tensors in it to differentiate with respect to (None where there is none)."""
+    """A reader's value and the tensors in it to differentiate with respect to (None where there is none).
+
+    Readers share the packet's own tensors: gradients are taken from each reader's graph, never accumulated into
+    them, so one leaf serves all.
+    """
     if isinstance(packet, Tensor):
-        own = detach(packet)
-        return own, own if own.requires_grad else None
+        return packet, packet if packet.requires_grad else None
     if not isinstance(packet, Packed):
         return packet, None
-    leaves = [detach(leaf) if isinstance(leaf, Tensor) else leaf for leaf in packet.leaves]
-    wanted = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
-    return unflatten(packet.layout, leaves), wanted
+    wanted = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in packet.leaves]
+    return unflatten(packet.layout, packet.leaves), wanted
 
 
 def edges(value: Any) -> Edges:
     """Where gradients of ``value`` enter the graph that made it; holds the graph, not the value."""
     if isinstance(value, Tensor):
-        return get_gradient_edge(value) if value.requires_grad else None
+        return edge_of(value) if value.requires_grad else None
     return [
-        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        edge_of(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
         for leaf in flatten(value)[0]
     ]
 

@@ -22,6 +22,7 @@ from pipec.runtime.borders import (
     unpack,
 )
 from pipec.runtime.channels import Channels, Stopped
+from pipec.runtime.engine import gradients
 from pipec.runtime.program import Op, Route
 from pipec.runtime.stages import Stage
 from pipec.runtime.step import Step
@@ -170,9 +171,9 @@ class Device:
         if not roots or not wanted:
             accumulator.add(op.microbatch, [None] * len(accumulator.parameters))
             return
-        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        found = gradients(roots, seeds, wanted)
         accumulator.add(op.microbatch, found[len(flat) :])
-        self._give_back(stage, op, _shaped(found[: len(flat)], shape))
+        self._give_back(stage, op, _shaped(found, shape))
 
     def _give_back(self, stage: Stage, op: Op, gradients: list[Any]) -> None:
         reads = len(op.returns)

@@ -35,7 +35,6 @@ class Accumulator:
             self._add(self._waiting.pop(self._order[self._next]))
             self._next += 1
 
-    @torch.no_grad()
     def _add(self, gradients: Sequence[Tensor | None]) -> None:
         sums, own = self.sums, self._own
         into, more = [], []

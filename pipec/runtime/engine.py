@@ -1,0 +1,33 @@
+"""Autograd's engine, called once per backward task.
+
+``torch.autograd.grad`` spends as long in Python on checking its arguments as a tiny stage's whole backward takes.
+The executor's arguments are right by construction (one gradient per edge, of the value's own shape), so it calls the
+engine as that function does, after its checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._C import _FunctionBase as FunctionNode
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where a tensor's gradient enters its graph. Holds the graph and not the tensor."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, FunctionNode):  # a leaf, or a node that Python does not keep alive
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
+def gradients(
+    roots: Sequence[GradientEdge], seeds: Sequence[Tensor], wanted: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Vector-Jacobian products of ``roots`` with ``seeds`` with respect to ``wanted``, None where nothing flows."""
+    found: Any = _engine_run_backward(
+        tuple(roots), tuple(seeds), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+    )
+    return tuple(found)
