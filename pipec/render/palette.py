@@ -49,11 +49,17 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
     hue = HUES[kind]
     if chunks <= 1:
         return mix(hue, "#FFFFFF", 0.25)
-    at = -0.55 + 0.65 * chunk / (chunks - 1)
+    first, last = (0.0, 0.4) if luminance(hue) > 190 else (-0.55, 0.1)  # a pale hue has room towards black
+    at = first + (last - first) * chunk / (chunks - 1)
     return mix(hue, "#FFFFFF", -at) if at < 0 else mix(hue, "#000000", at)
+
+
+def luminance(colour: str) -> float:
+    """How light a colour looks, from 0 to 255."""
+    red, green, blue = _parts(colour)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
 def ink_on(colour: str) -> str:
     """Black or white, whichever is read more easily on ``colour``."""
-    red, green, blue = _parts(colour)
-    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 125 else "#FFFFFF"
+    return INK if luminance(colour) > 125 else "#FFFFFF"

@@ -51,7 +51,9 @@ class Picture:
 
     @cached_property
     def _svg(self) -> str:
-        return self._render("svg").decode("utf-8")
+        made = self._render("svg").decode("utf-8")
+        head, end, body = made.partition("</title>")  # the graph's; those of its nodes are only generated ids
+        return head + end + re.sub(r"<title>[^<]*</title>\n?", "", body)
 
     def png(self, dpi: float = DPI) -> bytes:
         """The picture as PNG bytes; fewer dots per inch where it would grow past 16,000 pixels.
