@@ -97,7 +97,8 @@ def to_csr(given: Pairs, size: int) -> tuple[Column, Column]:
     """Pairs grouped by task, sorted, without duplicates: ``needs[start[i]:start[i + 1]]``."""
     task, needs = given
     if len(task):
-        key = np.unique(task.astype(np.int64) * size + needs)
+        key = np.sort(task.astype(np.int64) * size + needs)
+        key = key[np.append(True, key[1:] != key[:-1])]
         task, needs = key // size, key % size
     start = np.zeros(size + 1, np.int32)
     np.cumsum(np.bincount(task, minlength=size), out=start[1:])

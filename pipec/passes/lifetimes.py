@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import field, frozen
 
-from pipec.ir import BUFFER_COLUMNS, BACKWARDS, Buffer, Buffers, Kind, Lane, Lanes, Table, Waits
+from pipec.ir import BACKWARDS, BUFFER_COLUMNS, Buffer, Buffers, Kind, Lanes, Table, Waits
 from pipec.passes.draft import Draft, Index, Pairs, index_of, join, pairs, to_csr
 
 Rows = npt.NDArray[np.int64]
@@ -23,6 +23,13 @@ class Copies:
     """Rows of COPY tasks by (value, gradient, device, peer), each of shape (items,); -1 where there is none."""
 
     rows: dict[tuple[int, int, int, int], Rows]
+    peers: dict[tuple[int, int, int], list[int]] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        peers: dict[tuple[int, int, int], list[int]] = {}
+        for value, gradient, device, peer in self.rows:
+            peers.setdefault((value, gradient, device), []).append(peer)
+        object.__setattr__(self, "peers", peers)
 
     @staticmethod
     def of(draft: Draft, items: int) -> Copies:
@@ -44,7 +51,7 @@ class Copies:
         return Copies(found)
 
     def sent(self, value: int, gradient: bool, device: int) -> list[Rows]:
-        return [r for (v, g, d, _), r in self.rows.items() if (v, g, d) == (value, gradient, device)]
+        return [self.rows[value, gradient, device, peer] for peer in self.peers.get((value, gradient, device), ())]
 
 
 def lanes_of(table: Table, devices: int) -> tuple[Lanes, ...]:
