@@ -6,6 +6,8 @@ from pipec.dsl import Pipeline, chain, skip
 from pipec.errors import PipecError, PlanError, RenderError, RunError, ScheduleError, SpecError
 from pipec.ir import Kind, Lane, Plan, Task
 from pipec.render import draw
+from pipec.runtime.check import check
+from pipec.runtime.profile import profile
 from pipec.runtime.reference import reference
 from pipec.runtime.result import Result
 from pipec.runtime.runner import Runner
@@ -16,6 +18,6 @@ from pipec.timeline import Timeline
 __version__ = "0.1.0"
 __all__ = [
     "Costs", "Kind", "Lane", "PipecError", "Pipeline", "Plan", "PlanError", "RenderError", "Result", "RunError", "Runner",
-    "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain", "compile", "draw",
-    "parse_schedule", "reference", "skip",
+    "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain", "check", "compile", "draw",
+    "parse_schedule", "profile", "reference", "skip",
 ]

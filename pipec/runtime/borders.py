@@ -56,6 +56,27 @@ def unpack(packet: Any) -> tuple[Any, Any]:
     return unflatten(packet.layout, packet.leaves), wanted
 
 
+def version(packet: Any) -> int:
+    """Grows with every write into a tensor of the packet."""
+    if isinstance(packet, Tensor):
+        return 0 if packet.is_inference() else packet._version
+    if isinstance(packet, Packed):
+        return sum(version(leaf) for leaf in packet.leaves if isinstance(leaf, Tensor))
+    return 0
+
+
+def private(packet: Any) -> Any:
+    """The packet with copies of its tensors that require no gradient; a stage may write into those.
+
+    Tensors that require one stay: autograd itself refuses to write into them.
+    """
+    if isinstance(packet, Tensor):
+        return packet if packet.requires_grad else packet.clone()
+    if isinstance(packet, Packed):
+        return Packed([private(leaf) if isinstance(leaf, Tensor) else leaf for leaf in packet.leaves], packet.layout)
+    return packet
+
+
 def edges(value: Any) -> Edges:
     """Where gradients of ``value`` enter the graph that made it; holds the graph, not the value."""
     if isinstance(value, Tensor):

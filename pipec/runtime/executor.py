@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import RunError
+from pipec.ir import Kind
 from pipec.runtime.borders import (
     Discard,
     add_last_to_first,
@@ -19,7 +20,7 @@ from pipec.runtime.borders import (
     edges,
     merge_tail,
     pack,
-    unpack,
+    version,
 )
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.engine import gradients
@@ -106,6 +107,8 @@ class Device:
         for loss, value in zip(stage.losses, losses, strict=True):
             if value is not None:
                 step.losses[loss.index][m] = value.detach()
+        if step.probe is not None:
+            step.probe(Kind.FORWARD, op.stage, m, [out, losses])
         if op.tape >= 0:
             self._keep(stage, op, leaves, out, losses)
 
@@ -123,21 +126,19 @@ class Device:
         self._keep(stage, op, leaves, out, losses)
 
     def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, list[Any]]:
-        values, leaves = [], []
-        for slot in op.reads:
-            value, wanted = unpack(self.store[slot])
-            values.append(value)
-            leaves.append(wanted)
-        for index in stage.inputs:
-            value, wanted = unpack(self.step.inputs[index][op.microbatch])
-            values.append(value)
-            leaves.append(wanted)
+        store, inputs = self.store, self.step.inputs
+        packets = [store[slot] for slot in op.reads]
+        packets += [inputs[index][op.microbatch] for index in stage.inputs]
+        values, leaves = stage.read(packets)
+        versions = [version(packet) for packet in packets]
         with hooks:
             out = stage.run(values)
             losses = [
                 stage.run_loss(loss, values, out) if loss.index in self.step.wanted_losses else None
                 for loss in stage.losses
             ]
+        if stage.learning or versions != [version(packet) for packet in packets]:
+            stage.check_writes(packets, versions)
         return leaves, out, losses
 
     def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, losses: list[Any]) -> None:
@@ -173,6 +174,8 @@ class Device:
             return
         found = gradients(roots, seeds, wanted)
         accumulator.add(op.microbatch, found[len(flat) :])
+        if step.probe is not None:
+            step.probe(Kind.BACKWARD, op.stage, op.microbatch, list(found))
         self._give_back(stage, op, _shaped(found, shape))
 
     def _give_back(self, stage: Stage, op: Op, gradients: list[Any]) -> None:

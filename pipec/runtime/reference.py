@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.runtime.borders import add, collect, edges, pack, unpack
+from pipec.ir import Kind
+from pipec.runtime.borders import add, collect, edges, pack, version
 from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.result import Result
 from pipec.runtime.stages import bind
-from pipec.runtime.step import Batch, joined_result
+from pipec.runtime.step import Batch, Probe, joined_result
 from pipec.tree import select, tree_map
 
 
@@ -28,6 +29,7 @@ class Reference:
     def __init__(self, pipeline: Any, microbatches: int) -> None:
         self.spec, self.microbatches = pipeline.spec, microbatches
         self.stages = bind(self.spec)
+        self.probe: Probe | None = None
 
     def step(self, *args: Any, **inputs: Any) -> Result:
         """Losses and outputs of one minibatch; parameter gradients are added to ``.grad``."""
@@ -62,11 +64,14 @@ class Reference:
         values: dict[int, Any] = {}
         graphs = []
         for stage in self.stages:
-            read = [unpack(values[port]) for port in stage.reads]
-            read += [unpack(packets[index][m]) for index in stage.inputs]
-            arguments, leaves = [value for value, _ in read], [wanted for _, wanted in read]
+            read = [values[port] for port in stage.reads] + [packets[index][m] for index in stage.inputs]
+            arguments, leaves = stage.read(read)
+            versions = [version(packet) for packet in read]
             out = stage.run(arguments)
             own_losses = [stage.run_loss(loss, arguments, out) for loss in stage.losses]
+            stage.check_writes(read, versions)
+            if self.probe is not None:
+                self.probe(Kind.FORWARD, stage.index, m, [out, own_losses])
             for port, path in stage.gives:
                 values[port] = pack(select(out, path))
             for index, path in stage.outputs:
@@ -99,6 +104,8 @@ class Reference:
             if not roots or not wanted + own:
                 continue
             found = list(torch.autograd.grad(roots, wanted + own, seeds, allow_unused=True))
+            if self.probe is not None:
+                self.probe(Kind.BACKWARD, stage.index, m, list(found))
             yield stage.index, own, found[len(wanted) :]
             for port, leaf in zip(stage.reads, leaves, strict=False):
                 if isinstance(leaf, list):

@@ -22,7 +22,7 @@ from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.program import Program, build_program
 from pipec.runtime.result import Result
 from pipec.runtime.stages import Stage, bind, training_flags
-from pipec.runtime.step import Batch, Step
+from pipec.runtime.step import Batch, Probe, Step
 from pipec.runtime.trace import measured
 from pipec.timeline import Timeline
 
@@ -67,6 +67,7 @@ class Runner:
         self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
+        self.probe: Probe | None = None
 
     def _check(self, devices: Sequence[Any] | None, backend: str | None) -> None:
         if self.spec.graph != self.plan.graph:
@@ -121,7 +122,8 @@ class Runner:
             Accumulator(own, shared, order) for own, order in zip(trained, program.backward_order, strict=True)
         ]
         updater = self._updater
-        step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared))
+        step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
+                    self.probe)
         parameters = list({id(p): p for own in trained for p in own}.values())
         early = any(op.kind.name == "UPDATE" for row in program.ops for op in row)
         with self._failing_safe(step):

@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipec.errors import RunError
+from pipec.runtime.borders import private, unpack, version
 from pipec.runtime.buffers import BufferKeeper
 from pipec.spec import LossSpec, Ref, Spec
 from pipec.tree import Path, flatten, select, unflatten
@@ -90,6 +91,10 @@ class Stage:
         self.fn = self.spec.fn
         self.module = self.fn if isinstance(self.fn, nn.Module) else None
         self.buffers = BufferKeeper(self.module)
+        self._sources = [spec.graph.values[port].name for port in self.reads]
+        self._sources += [spec.inputs[index].name for index in self.inputs]
+        self._written = set(range(len(self._sources)))  # what the stage may write into: all, until it has run once
+        self.learning = True
 
     def _resolve(self, spec: Spec, ref: Ref) -> Argument:
         if ref.source == "input":
@@ -112,6 +117,37 @@ class Stage:
     def trainable(self) -> list[Tensor]:
         """The tensors that require a gradient now."""
         return [p for _, p in self.named_parameters() if p.requires_grad]
+
+    def read(self, packets: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The stage's own values of what it reads, and the tensors in them to differentiate with respect to.
+
+        Values are shared with other readers. A stage that writes into one that requires no gradient (a mask, an
+        image) gets a copy of its own; which ones it writes into is seen in its first run, on copies of all.
+        """
+        values, leaves = [], []
+        for place, packet in enumerate(packets):
+            if place in self._written:
+                packet = packets[place] = private(packet)
+            value, wanted = unpack(packet)
+            values.append(value)
+            leaves.append(wanted)
+        return values, leaves
+
+    def check_writes(self, packets: list[Any], versions: list[int]) -> None:
+        """Learn from the first run which values the stage writes into.
+
+        Raises:
+            RunError: it wrote into a shared value that it had left alone before.
+        """
+        found = {place for place, packet in enumerate(packets) if version(packet) != versions[place]}
+        if self.learning:
+            self._written, self.learning = found, False
+        elif not found <= self._written:
+            names = ", ".join(repr(self._sources[place]) for place in sorted(found - self._written))
+            raise RunError(
+                f"stage {self.name!r} wrote in place into {names}, a value shared with other readers, for the first "
+                "time now; clone it in the stage before writing"
+            )
 
     def run(self, values: list[Any]) -> Any:
         """The stage's result for one microbatch."""

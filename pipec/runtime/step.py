@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import RunError
-from pipec.ir import Plan
+from pipec.ir import Kind, Plan
 from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sizes, split
 from pipec.runtime.borders import Gradient, add, add_last_to_first
 from pipec.runtime.gradients import Accumulator
@@ -73,15 +73,19 @@ class Batch:
         ]
 
 
+Probe = Callable[[Kind, int, int, Any], None]  # kind, stage, microbatch, what the task made
+
+
 class Step:
     """One step of a plan.
 
-    ``scale`` multiplies every loss gradient (loss scaling); ``update`` is called by UPDATE tasks with the stage.
+    ``scale`` multiplies every loss gradient (loss scaling); ``update`` is called by UPDATE tasks with the stage;
+    ``probe`` sees what every FORWARD and BACKWARD made.
     """
 
     def __init__(
         self, plan: Plan, batch: Batch, accumulators: list[Accumulator], scale: float = 1.0,
-        update: Callable[[int], None] | None = None,
+        update: Callable[[int], None] | None = None, probe: Probe | None = None,
     ) -> None:
         spec, count = batch.spec, batch.microbatches
         self.plan, self.batch, self.accumulators, self.scale = plan, batch, accumulators, scale
@@ -93,7 +97,7 @@ class Step:
         self.starts: list[int] = [0] * len(plan.table)
         self.ends: list[int] = [0] * len(plan.table)
         self.wanted_losses = batch.wanted_losses
-        self._update = update
+        self._update, self.probe = update, probe
 
     def seed(self, loss: int, microbatch: int) -> Tensor:
         """The gradient of the minibatch's loss with respect to one microbatch's."""

@@ -1,0 +1,147 @@
+"""Check: a plan and the reference side by side on one batch; the first stage and task that differs is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from pipec.compiler import compile as compile_plan
+from pipec.ir import Kind, Plan
+from pipec.runtime.reference import Reference
+from pipec.runtime.runner import Runner
+from pipec.tree import flatten
+
+Record = dict[tuple[Kind, int, int], list[Any]]
+
+
+@frozen
+class Difference:
+    """Something that the plan computed otherwise than the reference."""
+
+    where: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.detail}"
+
+
+@frozen
+class CheckReport:
+    """What :func:`check` found; true when everything was bit-equal."""
+
+    plan: str
+    compared: int
+    differences: tuple[Difference, ...]
+
+    def __bool__(self) -> bool:
+        return not self.differences
+
+    def __str__(self) -> str:
+        if not self.differences:
+            return f"{self.plan}: bit-equal to the reference in {self.compared} tensors"
+        shown = [f"  {difference}" for difference in self.differences[:10]]
+        more = len(self.differences) - len(shown)
+        return "\n".join([
+            f"{self.plan}: {len(self.differences)} of {self.compared} tensors differ from the reference; in the order "
+            "of computation:", *shown, *([f"  and {more} more"] if more > 0 else []),
+        ])
+
+
+def check(
+    pipeline: Any, batch: Mapping[str, Any], plan: Plan | None = None, *, backend: str | None = None, **options: Any
+) -> CheckReport:
+    """Run one step of a plan and of the reference on the same batch and compare every result bit by bit.
+
+    Args:
+        batch: the minibatch by input name.
+        plan: the plan to check; by default compiled from ``options`` as for :func:`pipec.compile`.
+        backend: as for Runner.
+
+    Returns:
+        A report that names, in the order of computation, every stage, microbatch and task whose values or gradients
+        differ, then losses, outputs, parameter gradients and buffers. Parameters, ``.grad`` and buffers are put back.
+
+    A plan with UPDATE tasks is checked without them: compile it with ``update=None``.
+    """
+    if plan is None:
+        plan = compile_plan(pipeline, **({"devices": 1} | options))
+    mine, theirs = Record(), Record()
+    with Runner(pipeline, plan, backend=backend) as run:
+        run.probe = _recorder(mine)
+        got = _observe(run, run.stages, batch)
+    loop = Reference(pipeline, plan.microbatches)
+    loop.probe = _recorder(theirs)
+    expected = _observe(loop, loop.stages, batch)
+    differences: list[Difference] = []
+    compared = 0
+    names = [stage.name for stage in pipeline.spec.stages]
+    for key in theirs:
+        kind, stage, m = key
+        where = f"stage {names[stage]!r}, microbatch {m}, {kind.name} ({stage}{kind.letter}{m})"
+        compared += _compare(where, mine.get(key), theirs[key], differences)
+    for where in expected:
+        compared += _compare(where, got.get(where), expected[where], differences)
+    title = f"{plan.graph.name}: {plan.schedule}, {plan.devices} devices, {plan.microbatches} microbatches"
+    return CheckReport(title, compared, tuple(differences))
+
+
+def _recorder(record: Record) -> Any:
+    def see(kind: Kind, stage: int, microbatch: int, made: Any) -> None:
+        record[kind, stage, microbatch] = [
+            leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in flatten(made)[0]
+        ]
+
+    return see
+
+
+def _observe(run: Any, stages: list[Any], batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Step once from empty gradients, note what came out, and put everything back."""
+    parameters = {id(p): p for stage in stages for p in stage.trainable()}
+    gradients = {key: p.grad for key, p in parameters.items()}
+    buffers = [(stage, stage.buffers.originals(), stage.buffers.snapshot()) for stage in stages if stage.buffers]
+    random = torch.get_rng_state()
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        result = run.step(**batch)
+        seen = {f"loss {name!r}": [value] for name, value in result.losses.items()}
+        seen |= {f"output {name!r}": flatten(value)[0] for name, value in result.outputs.items()}
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                if parameter.requires_grad:
+                    seen[f"gradient of {stage.name}.{name}"] = [parameter.grad]
+            if stage.buffers:
+                seen[f"buffers of {stage.name}"] = [b.clone() for b in stage.buffers.originals()]
+        return seen
+    finally:
+        torch.set_rng_state(random)
+        for key, parameter in parameters.items():
+            parameter.grad = gradients[key]
+        for stage, originals, values in buffers:
+            stage.buffers.restore(originals, values)
+
+
+def _compare(where: str, got: list[Any] | None, expected: list[Any], differences: list[Difference]) -> int:
+    if got is None:
+        differences.append(Difference(where, "the plan did not compute it"))
+        return 1
+    for mine, theirs in zip(got, expected, strict=False):
+        if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
+            if type(mine) is not type(theirs) or (not isinstance(mine, Tensor) and mine != theirs):
+                differences.append(Difference(where, f"got {mine!r}, expected {theirs!r}"))
+        elif mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            differences.append(
+                Difference(where, f"got {mine.dtype} {tuple(mine.shape)}, expected {theirs.dtype} {tuple(theirs.shape)}")
+            )
+        elif not torch.equal(mine, theirs) and not bool((mine.isnan() == theirs.isnan()).all() and torch.equal(
+            mine.nan_to_num(), theirs.nan_to_num()
+        )):
+            gap = (mine.double() - theirs.double()).abs().max().item() if not mine.is_complex() else float("nan")
+            differences.append(Difference(where, f"shape {tuple(mine.shape)} differs by up to {gap:.3g}"))
+    if len(got) != len(expected):
+        differences.append(Difference(where, f"got {len(got)} leaves, expected {len(expected)}"))
+    return max(len(expected), 1)
