@@ -1,6 +1,6 @@
 """pipec: a functional pipeline-parallel compiler for PyTorch eager."""
 
-from pipec.compiler import compile
+from pipec.compiler import compile  # noqa: A004 - pipec.compile is the verb of this library
 from pipec.costs import Costs, StageCosts, activations
 from pipec.dsl import Pipeline, chain, skip
 from pipec.errors import PipecError, PlanError, RenderError, RunError, ScheduleError, SpecError
@@ -11,13 +11,14 @@ from pipec.runtime.profile import profile
 from pipec.runtime.reference import reference
 from pipec.runtime.result import Result
 from pipec.runtime.runner import Runner
+from pipec.schedules import list_schedules as schedules
 from pipec.schedules import parse_schedule
 from pipec.spec import Spec
 from pipec.timeline import Timeline
 
 __version__ = "0.1.0"
 __all__ = [
-    "Costs", "Kind", "Lane", "PipecError", "Pipeline", "Plan", "PlanError", "RenderError", "Result", "RunError", "Runner",
-    "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain", "check", "compile", "draw",
-    "parse_schedule", "profile", "reference", "skip",
+    "Costs", "Kind", "Lane", "PipecError", "Pipeline", "Plan", "PlanError", "RenderError", "Result", "RunError",
+    "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain",
+    "check", "compile", "draw", "parse_schedule", "profile", "reference", "schedules", "skip",
 ]

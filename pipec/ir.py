@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipec.costs import Activations, Costs
-    from pipec.simulate import Timeline
+    from pipec.timeline import Timeline
     from pipec.verify import Report
 
 Column = npt.NDArray[np.int32]

@@ -97,7 +97,7 @@ def split(item: InputSpec, value: Any, parts: Sequence[int] | None, count: int) 
     cut: list[list[Any]] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            pieces = leaf.detach().split(list(parts), item.split)
+            pieces = torch.split(leaf.detach(), list(parts), item.split)
             cut.append([piece.requires_grad_() if leaf.requires_grad else piece for piece in pieces])
         else:
             cut.append([leaf] * count)

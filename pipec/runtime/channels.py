@@ -8,7 +8,7 @@ from typing import Any
 from pipec.runtime.program import Route
 
 
-class Stopped(BaseException):  # noqa: N818 - not an error: another device failed, this one just ends
+class Stopped(BaseException):  # not an error: another device failed, this one just ends
     """Raised inside a worker whose step was given up because of a failure elsewhere."""
 
 

@@ -135,7 +135,8 @@ def _compare(where: str, got: list[Any] | None, expected: list[Any], differences
                 differences.append(Difference(where, f"got {mine!r}, expected {theirs!r}"))
         elif mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             differences.append(
-                Difference(where, f"got {mine.dtype} {tuple(mine.shape)}, expected {theirs.dtype} {tuple(theirs.shape)}")
+                Difference(where, f"got {mine.dtype} {tuple(mine.shape)}, expected {theirs.dtype} "
+                           f"{tuple(theirs.shape)}")
             )
         elif not torch.equal(mine, theirs) and not bool((mine.isnan() == theirs.isnan()).all() and torch.equal(
             mine.nan_to_num(), theirs.nan_to_num()

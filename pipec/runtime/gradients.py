@@ -37,19 +37,19 @@ class Accumulator:
 
     def _add(self, gradients: Sequence[Tensor | None]) -> None:
         sums, own = self.sums, self._own
-        into, more = [], []
+        into: list[Tensor] = []
+        more: list[Tensor] = []
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            if own[index]:
-                total = sums[index]
-                if gradient.is_sparse or total.is_sparse:  # type: ignore[union-attr]
-                    sums[index] = total + gradient
+            before = sums[index]
+            if own[index] and before is not None:
+                if gradient.is_sparse or before.is_sparse:
+                    sums[index] = before + gradient
                 else:
-                    into.append(total)
+                    into.append(before)
                     more.append(gradient)
                 continue
-            before = sums[index]
             # a fresh tensor in the parameter's layout: autograd may hand out views, or one tensor twice
             if before is not None:
                 sums[index] = before + gradient
@@ -59,7 +59,7 @@ class Accumulator:
                 sums[index] = torch.empty_like(self.parameters[index]).copy_(gradient)
             own[index] = True
         if into:
-            torch._foreach_add_(into, more)
+            torch._foreach_add_(into, more)  # type: ignore[arg-type]
 
 
 def shared_parameters(parameters: Sequence[list[Tensor]]) -> set[int]:

@@ -93,7 +93,9 @@ def _measure(stage: Stage, read: list[Any], repeats: int) -> tuple[Any, StageCos
     parameters = stage.trainable()
     known = {p.untyped_storage()._cdata for _, p in stage.named_parameters()}
     known |= {buffer.untyped_storage()._cdata for buffer in stage.buffers.originals()}
-    forward, whole, inputs = [], [], []
+    forward: list[float] = []
+    whole: list[float] = []
+    inputs: list[float] = []
     out, saved = None, 0
     for number in range(repeats + 2):
         for halves in (False, True):

@@ -33,8 +33,10 @@ class Op:
         frees: slots that are dead when it has ended.
     """
 
-    __slots__ = ("device", "frees", "gives", "gradients", "kind", "microbatch", "reads", "receives", "recomputed", "returns",
-                 "route", "slot", "source", "stage", "tail", "tape", "task")
+    __slots__ = (
+        "device", "frees", "gives", "gradients", "kind", "microbatch", "reads", "receives", "recomputed", "returns",
+        "route", "slot", "source", "stage", "tail", "tape", "task",
+    )
 
     def __init__(self, task: int, kind: Kind, stage: int, microbatch: int, device: int) -> None:
         self.task, self.kind, self.stage, self.microbatch, self.device = task, kind, stage, microbatch, device

@@ -92,8 +92,8 @@ class Reference:
             seeds: list[Tensor] = []
             for (port, _), edge in zip(stage.gives, port_edges, strict=True):
                 total = None
-                for _, gradient in arriving.pop(port, []):
-                    total = add(total, gradient)
+                for _, part in arriving.pop(port, []):
+                    total = add(total, part)
                 collect(edge, total, roots, seeds)
             for loss, edge in zip(stage.losses, loss_edges, strict=True):
                 if edge is not None:
@@ -107,9 +107,10 @@ class Reference:
             if self.probe is not None:
                 self.probe(Kind.BACKWARD, stage.index, m, list(found))
             yield stage.index, own, found[len(wanted) :]
+            gradient: Any
             for port, leaf in zip(stage.reads, leaves, strict=False):
                 if isinstance(leaf, list):
-                    gradient: Any = [None if t is None else found.pop(0) for t in leaf]
+                    gradient = [None if t is None else found.pop(0) for t in leaf]
                 else:
                     gradient = None if leaf is None else found.pop(0)
                 arriving.setdefault(port, []).append((stage.index, gradient))

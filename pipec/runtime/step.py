@@ -110,7 +110,7 @@ class Step:
 
     def forget(self) -> None:
         """Drop every tensor and callback; what is left are the times of the tasks."""
-        self.inputs = self.outputs = self.losses = self.input_gradients = self.accumulators = []
+        self.inputs, self.outputs, self.losses, self.input_gradients, self.accumulators = [], [], [], [], []
         self.batch.values = []
         self.snapshots = {}
         self._update = None
@@ -143,7 +143,7 @@ class Step:
             for gradient in column:
                 total = add(total, gradient)
             return total  # type: ignore[no-any-return]
-        pieces = leaf.detach().split(self.batch.parts, dim)
+        pieces = torch.split(leaf.detach(), self.batch.parts, dim)
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(pieces, column, strict=True)]
         return torch.cat(filled, dim)
 
