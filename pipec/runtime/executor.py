@@ -26,6 +26,7 @@ from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.engine import gradients
 from pipec.runtime.program import Op, Route
 from pipec.runtime.stages import Stage
+from pipec.runtime.randomness import Purpose
 from pipec.runtime.step import Step
 from pipec.tree import select, tree_map
 
@@ -126,15 +127,15 @@ class Device:
         self._keep(stage, op, leaves, out, losses)
 
     def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, list[Any]]:
-        store, inputs = self.store, self.step.inputs
+        store, step = self.store, self.step
         packets = [store[slot] for slot in op.reads]
-        packets += [inputs[index][op.microbatch] for index in stage.inputs]
+        packets += [step.inputs[index][op.microbatch] for index in stage.inputs]
         values, leaves = stage.read(packets)
         versions = [version(packet) for packet in packets]
-        with hooks:
+        with step.stream(op.stage, op.microbatch), hooks:
             out = stage.run(values)
             losses = [
-                stage.run_loss(loss, values, out) if loss.index in self.step.wanted_losses else None
+                stage.run_loss(loss, values, out) if loss.index in step.wanted_losses else None
                 for loss in stage.losses
             ]
         if stage.learning or versions != [version(packet) for packet in packets]:
@@ -172,7 +173,8 @@ class Device:
         if not roots or not wanted:
             accumulator.add(op.microbatch, [None] * len(accumulator.parameters))
             return
-        found = gradients(roots, seeds, wanted)
+        with step.stream(op.stage, op.microbatch, Purpose.BACKWARD):
+            found = gradients(roots, seeds, wanted)
         accumulator.add(op.microbatch, found[len(flat) :])
         if step.probe is not None:
             step.probe(Kind.BACKWARD, op.stage, op.microbatch, list(found))

@@ -59,7 +59,7 @@ class Accumulator:
                 sums[index] = torch.empty_like(self.parameters[index]).copy_(gradient)
             own[index] = True
         if into:
-            torch._foreach_add_(into, more)  # type: ignore[arg-type]
+            torch._foreach_add_(into, more)
 
 
 def shared_parameters(parameters: Sequence[list[Tensor]]) -> set[int]:

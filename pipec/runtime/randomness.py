@@ -271,3 +271,17 @@ class Streams:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@frozen
+class Randomness:
+    """The streams of one step, which all begin at ``position``; ``inference`` steps share none with training."""
+
+    streams: Streams
+    position: Position
+    inference: bool = False
+
+    def task(self, stage: int, microbatch: int, purpose: Purpose) -> Stream:
+        """The stream of one task of this step."""
+        purpose = Purpose.INFERENCE if self.inference else purpose
+        return self.streams.task(self.position.seed or 0, self.position.step, stage, microbatch, purpose)

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipec.ir import Kind
 from pipec.runtime.borders import add, collect, edges, pack, version
 from pipec.runtime.gradients import shared_parameters
+from pipec.runtime.randomness import Position, Purpose, Randomness, Streams
 from pipec.runtime.result import Result
 from pipec.runtime.stages import bind
 from pipec.runtime.step import Batch, Probe, joined_result
@@ -26,15 +27,17 @@ from pipec.tree import select, tree_map
 class Reference:
     """See :func:`reference`."""
 
-    def __init__(self, pipeline: Any, microbatches: int) -> None:
+    def __init__(self, pipeline: Any, microbatches: int, seed: int | None = None) -> None:
         self.spec, self.microbatches = pipeline.spec, microbatches
         self.stages = bind(self.spec)
         self.probe: Probe | None = None
+        self._position, self._streams = Position(seed), Streams()
 
     def step(self, *args: Any, **inputs: Any) -> Result:
         """Losses and outputs of one minibatch; parameter gradients are added to ``.grad``."""
         batch = Batch(self.spec, args, inputs, self.microbatches)
         packets = batch.packets()
+        self._random = Randomness(self._streams, self._position.pinned())
         outputs: list[list[Any]] = [[] for _ in self.spec.outputs]
         losses: list[list[Any]] = [[] for _ in self.spec.losses]
         trained = [stage.trainable() for stage in self.stages]
@@ -58,6 +61,7 @@ class Reference:
                 gradient = per_stage.get((id(parameter), number))
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._position = self._position.advanced()
         return joined_result(batch, outputs, losses)
 
     def _forward(self, batch: Batch, packets: Any, m: int, outputs: Any, losses: Any) -> list[Any]:
@@ -67,8 +71,9 @@ class Reference:
             read = [values[port] for port in stage.reads] + [packets[index][m] for index in stage.inputs]
             arguments, leaves = stage.read(read)
             versions = [version(packet) for packet in read]
-            out = stage.run(arguments)
-            own_losses = [stage.run_loss(loss, arguments, out) for loss in stage.losses]
+            with self._random.task(stage.index, m, Purpose.FORWARD):
+                out = stage.run(arguments)
+                own_losses = [stage.run_loss(loss, arguments, out) for loss in stage.losses]
             stage.check_writes(read, versions)
             if self.probe is not None:
                 self.probe(Kind.FORWARD, stage.index, m, [out, own_losses])
@@ -103,7 +108,8 @@ class Reference:
             own = trained[stage.index]
             if not roots or not wanted + own:
                 continue
-            found = list(torch.autograd.grad(roots, wanted + own, seeds, allow_unused=True))
+            with self._random.task(stage.index, m, Purpose.BACKWARD):
+                found = list(torch.autograd.grad(roots, wanted + own, seeds, allow_unused=True))
             if self.probe is not None:
                 self.probe(Kind.BACKWARD, stage.index, m, list(found))
             yield stage.index, own, found[len(wanted) :]
@@ -116,11 +122,11 @@ class Reference:
                 arriving.setdefault(port, []).append((stage.index, gradient))
 
 
-def reference(pipeline: Any, microbatches: int = 1) -> Reference:
+def reference(pipeline: Any, microbatches: int = 1, seed: int | None = None) -> Reference:
     """The plain loop over the stages of ``pipeline`` with ``microbatches`` pieces per minibatch.
 
     Its ``step`` takes the same batches as :meth:`pipec.Runner.step` and gives, bit for bit, the same losses,
     outputs, gradients and buffers, on one device type and with the same number of intra-op threads.
     """
-    return Reference(pipeline, microbatches)
+    return Reference(pipeline, microbatches, seed)
 

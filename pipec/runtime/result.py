@@ -49,5 +49,6 @@ class Result:
             RunError: there are none or several; take them by name from ``outputs``.
         """
         if len(self.outputs) != 1:
-            raise RunError(f"the pipeline has {len(self.outputs)} outputs: {', '.join(self.outputs) or 'none declared'}")
+            told = ", ".join(self.outputs) or "none declared"
+            raise RunError(f"the pipeline has {len(self.outputs)} outputs: {told}")
         return next(iter(self.outputs.values()))

@@ -20,6 +20,7 @@ from pipec.runtime.failure import TaskFailure, annotate
 from pipec.runtime.gradients import Accumulator, commit, shared_parameters
 from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.program import Program, build_program
+from pipec.runtime.randomness import Position, Randomness, Streams
 from pipec.runtime.result import Result
 from pipec.runtime.stages import Stage, bind, training_flags
 from pipec.runtime.step import Batch, Probe, Step
@@ -43,6 +44,8 @@ class Runner:
         before_update: called with all trained parameters when all gradients are there and before any UPDATE
             (clipping).
         scaler: a ``torch.amp.GradScaler``; with UPDATE tasks the runner unscales, skips and adjusts it.
+        seed: of the random numbers that stages draw; by default ``torch.initial_seed()`` at each step, so that
+            ``torch.manual_seed`` before training makes a run repeatable. See :mod:`pipec.runtime.randomness`.
 
     Raises:
         RunError: pipeline, devices or optimizer do not fit the plan.
@@ -58,6 +61,7 @@ class Runner:
         backend: str | None = None,
         before_update: Hook | None = None,
         scaler: Any = None,
+        seed: int | None = None,
     ) -> None:
         self.spec, self.plan = pipeline.spec, plan
         self._check(devices, backend)
@@ -67,6 +71,8 @@ class Runner:
         self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
+        self._position = Position(seed)
+        self._streams = Streams()
         self.probe: Probe | None = None
 
     def _check(self, devices: Sequence[Any] | None, backend: str | None) -> None:
@@ -123,7 +129,7 @@ class Runner:
         ]
         updater = self._updater
         step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
-                    self.probe)
+                    self.probe, random=Randomness(self._streams, self._position.pinned()))
         parameters = list({id(p): p for own in trained for p in own}.values())
         early = any(op.kind.name == "UPDATE" for row in program.ops for op in row)
         with self._failing_safe(step):
@@ -138,6 +144,7 @@ class Runner:
                 self._backend.run(devices, program.updates, channels)
             step.backward_inputs()
             updater.finish(parameters)
+        self._position = self._position.advanced()
         self._last = (plan, step)
         result = step.result()
         step.forget()
@@ -170,7 +177,7 @@ class Runner:
         if not losses:
             batch.wanted_losses = set()
         plan, program = self._program(False, batch.microbatches)
-        step = Step(plan, batch, [])
+        step = Step(plan, batch, [], random=Randomness(self._streams, self._position.pinned(), inference=True))
         flags = training_flags(self.stages)
         try:
             for module, _ in flags:
@@ -286,6 +293,7 @@ class Runner:
         """End the worker threads. Also done when the runner is garbage."""
         self._closed = True
         self._backend.close()
+        self._streams.close()
 
     def __enter__(self) -> Runner:
         return self

@@ -193,7 +193,7 @@ def check_mean(what: str, fn: Any, args: Any, kwargs: dict[str, Any]) -> None:
     target = given["target"]
     if reduction != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
         return
-    ignored = bool(torch.eq(target, ignore).any())
+    ignored = bool(torch.eq(target, torch.as_tensor(ignore)).any())
     if ignored or weight is not None:
         why = f"meets targets equal to ignore_index={ignore}" if ignored else "has class weights"
         raise RunError(

@@ -13,6 +13,7 @@ from pipec.ir import Kind, Plan
 from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sizes, split
 from pipec.runtime.borders import Gradient, add, add_last_to_first
 from pipec.runtime.gradients import Accumulator
+from pipec.runtime.randomness import Purpose, Randomness, Stream
 from pipec.runtime.result import Result
 from pipec.spec import Spec
 from pipec.tree import flatten
@@ -80,12 +81,12 @@ class Step:
     """One step of a plan.
 
     ``scale`` multiplies every loss gradient (loss scaling); ``update`` is called by UPDATE tasks with the stage;
-    ``probe`` sees what every FORWARD and BACKWARD made.
+    ``probe`` sees what every FORWARD and BACKWARD made; ``random`` gives every task its stream of random numbers.
     """
 
     def __init__(
         self, plan: Plan, batch: Batch, accumulators: list[Accumulator], scale: float = 1.0,
-        update: Callable[[int], None] | None = None, probe: Probe | None = None,
+        update: Callable[[int], None] | None = None, probe: Probe | None = None, *, random: Randomness,
     ) -> None:
         spec, count = batch.spec, batch.microbatches
         self.plan, self.batch, self.accumulators, self.scale = plan, batch, accumulators, scale
@@ -97,12 +98,16 @@ class Step:
         self.starts: list[int] = [0] * len(plan.table)
         self.ends: list[int] = [0] * len(plan.table)
         self.wanted_losses = batch.wanted_losses
-        self._update, self.probe = update, probe
+        self._update, self.probe, self.random = update, probe, random
 
     def seed(self, loss: int, microbatch: int) -> Tensor:
         """The gradient of the minibatch's loss with respect to one microbatch's."""
         weight = self.batch.weights[loss][microbatch] * self.scale
         return torch.full_like(self.losses[loss][microbatch], weight)
+
+    def stream(self, stage: int, microbatch: int, purpose: Purpose = Purpose.FORWARD) -> Stream:
+        """The random numbers of one task."""
+        return self.random.task(stage, microbatch, purpose)
 
     def update(self, stage: int) -> None:
         if self._update is not None:
