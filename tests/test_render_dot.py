@@ -31,9 +31,7 @@ ODD = [
 
 
 def texts(svg: str) -> list[str]:
-    return [
-        "".join(node.itertext()) for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("}text")
-    ]
+    return ["".join(node.itertext()) for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("}text")]
 
 
 def painted(*items: Box | Text | Line) -> str:

@@ -41,9 +41,7 @@ def test_dot_text_needs_no_program(plan: pipec.Plan, alone: Path, tmp_path: Path
     assert plan.draw().dot.startswith("// paint with: neato -n2")
 
 
-def test_missing_program_is_one_error_with_install_lines(
-    plan: pipec.Plan, alone: Path, tmp_path: Path
-) -> None:
+def test_missing_program_is_one_error_with_install_lines(plan: pipec.Plan, alone: Path, tmp_path: Path) -> None:
     with pytest.raises(pipec.RenderError) as caught:
         plan.draw(tmp_path / "p.svg")
     message = str(caught.value)
@@ -82,9 +80,7 @@ def test_silent_and_wrong_output_is_an_error(plan: pipec.Plan, alone: Path, tmp_
 
 def test_hanging_program_is_stopped(plan: pipec.Plan, alone: Path, tmp_path: Path) -> None:
     stand_in(alone, f"exec {sys.executable} -c 'import time; time.sleep(100)'")
-    with pytest.raises(
-        pipec.RenderError, match=r"did not finish the SVG in 0.3 s; draw less \(devices="
-    ) as caught:
+    with pytest.raises(pipec.RenderError, match=r"did not finish the SVG in 0.3 s; draw less \(devices=") as caught:
         plan.draw(tmp_path / "p.svg", timeout=0.3)
     assert "the DOT source was written to" in str(caught.value)
 

@@ -79,23 +79,28 @@ WORDS = {
     "gpipe": (
         "All forwards run first, then all backwards. Simple, but every device keeps the activations of all "
         "microbatches until the backwards begin.",
-        "to start with, for few microbatches, or with recompute, which makes the activations small."),
+        "as a start, for few microbatches, or with recompute, which makes the activations small.",
+    ),
     "1f1b": (
         "As soon as the first backward can run, each device does one backward and one forward in turn. The bubble is "
         "GPipe's, but device s of P keeps at most P - s activations however many microbatches there are.",
-        "by default: it never needs more memory than GPipe and is never slower when hand-overs are free."),
+        "by default: it never needs more memory than GPipe and is never slower when hand-overs are free.",
+    ),
     "eager-1f1b": (
         "1F1B that runs about twice as many forwards ahead. A device then has work while activations and gradients "
         "travel, for about twice the activations.",
-        "when the hand-over between devices takes a noticeable part of a task and memory allows it."),
+        "when the hand-over between devices takes a noticeable part of a task and memory allows it.",
+    ),
     "interleaved-1f1b": (
         "Every device holds several chunks of the model (light and dark) and a microbatch goes round the devices once "
         "per chunk. The bubble shrinks by the number of chunks; copies grow by as much.",
-        "when there are few microbatches per device and the links are fast."),
+        "when there are few microbatches per device and the links are fast.",
+    ),
     "looped-bfs": (
         "Looped chunks as in interleaved 1F1B, but all microbatches pass a chunk before the next chunk begins. The "
         "small bubble of looping, the memory of GPipe, and long runs of one chunk that hide communication.",
-        "with sharded weights that are gathered once per chunk, or with recompute."),
+        "with sharded weights that are gathered once per chunk, or with recompute.",
+    ),
 }
 
 
@@ -109,43 +114,57 @@ def entries() -> list[Entry]:
     """Every picture of the gallery, in the order of the index."""
     return [
         Entry(
-            "unet", "A U-Net with skips",
-            "Seven stages on four devices under 1f1b. Arrows are copies between devices; dashed ones are skips, which go "
-            "straight from their encoder stage to the decoder stage that reads them.",
+            "unet",
+            "A U-Net with skips",
+            "Seven stages on four devices under 1f1b. Arrows are copies between devices; dashed ones are skips, "
+            "which go straight from their encoder stage to the decoder stage that reads them.",
             "whenever you want to see what a plan does before you rent the devices.",
-            lambda: draw(unet_plan(), copies=True), png=True),
+            lambda: draw(unet_plan(), copies=True),
+            png=True,
+        ),
         Entry(
-            "unet-stages", "The same U-Net as a stage graph",
-            "What was declared: stages by device, values with their bytes, skips dashed. No time is shown, only who reads "
-            "what from whom.",
+            "unet-stages",
+            "The same U-Net as a stage graph",
+            "What was declared: stages by device, values with their bytes, skips dashed. No time is shown, only who "
+            "reads what from whom.",
             "to check a declaration and a placement.",
-            lambda: draw(unet_plan(), graph="stages", pipeline=unet())),
+            lambda: draw(unet_plan(), graph="stages", pipeline=unet()),
+        ),
         *(schedule_entry(name) for name in REGISTRY),
         Entry(
-            "compare", "All schedules on one axis",
+            "compare",
+            "All schedules on one axis",
             "The same model, costs and number of microbatches under every schedule. The black line is the end of each "
             "step; `pipec compare` draws this for your own model.",
             "to choose a schedule.",
-            lambda: draw([schedule_plan(name) for name in REGISTRY], titles=list(REGISTRY))),
+            lambda: draw([schedule_plan(name) for name in REGISTRY], titles=list(REGISTRY)),
+        ),
         Entry(
-            "recompute", "Recompute",
-            "1f1b with recompute=\"except_last\": a forward keeps only its inputs, and the yellow task rebuilds the rest "
+            "recompute",
+            "Recompute",
+            '1f1b with recompute="except_last": a forward keeps only its inputs, and the yellow task rebuilds the rest '
             "right before the backward. The memory strips show what that saves, the title what it costs.",
             "when activations do not fit.",
-            lambda: draw(schedule_plan("1f1b", recompute="except_last"))),
+            lambda: draw(schedule_plan("1f1b", recompute="except_last")),
+        ),
         Entry(
-            "bandwidth", "Copies that take time",
-            "Links of limited bandwidth: each device has a lane for what it sends and one for what it receives. Bytes are "
-            "known here, so memory is in bytes, against a limit.",
+            "bandwidth",
+            "Copies that take time",
+            "Links of limited bandwidth: each device has a lane for what it sends and one for what it receives. Bytes "
+            "are known here, so memory is in bytes, against a limit.",
             "to see whether the links, and not the devices, decide the step time.",
-            lambda: draw(unet_plan(4), costs=unet_costs(latency=0.1, bandwidth=8.0 * MIB), lanes=True,
-                         memory_limit=128 * MIB)),
+            lambda: draw(
+                unet_plan(4), costs=unet_costs(latency=0.1, bandwidth=8.0 * MIB), lanes=True, memory_limit=128 * MIB
+            ),
+        ),
         Entry(
-            "tasks", "The task graph of a small plan",
-            "Every forward and backward of three microbatches and what it needs; black arrows cross devices. Columns are "
-            "steps, so every arrow points to the right.",
+            "tasks",
+            "The task graph of a small plan",
+            "Every forward and backward of three microbatches and what it needs; black arrows cross devices. Columns "
+            "are steps, so every arrow points to the right.",
             "to understand why a task waits.",
-            lambda: draw(pipec.compile(pipec.chain(4), 2, 3), graph="tasks")),
+            lambda: draw(pipec.compile(pipec.chain(4), 2, 3), graph="tasks"),
+        ),
     ]
 
 
@@ -160,18 +179,31 @@ def digest(content: str | bytes) -> str:
 def index(made: list[Entry]) -> str:
     """The text of this folder's README.md."""
     rows = [
-        "# Pictures", "",
+        "# Pictures",
+        "",
         "Each row of a timeline is a device, each box a task with its microbatch's number; grey is the bubble, red the",
         "critical path: the chain of tasks that decides the step time. Below, on the same axis, is what each device",
         "keeps in memory. Open an SVG by itself and rest the pointer on a box to read which stage it is, when it runs",
-        "and what it waited for.", "",
+        "and what it waited for.",
+        "",
         f"The schedules are drawn for {DEVICES} devices, {MICROBATCHES} microbatches, equal work, and free hand-overs. "
-        "A whole backward takes", "twice as long as a forward.", "",
-        "`python viz/make.py` draws all of this again.", "",
+        "A whole backward takes",
+        "twice as long as a forward.",
+        "",
+        "`python viz/make.py` draws all of this again.",
+        "",
     ]
     for entry in made:
-        rows += [f"## {entry.heading}", "", f"![{entry.heading}]({entry.name}.svg)", "", entry.text, "",
-                 f"Use it {entry.use}", ""]
+        rows += [
+            f"## {entry.heading}",
+            "",
+            f"![{entry.heading}]({entry.name}.svg)",
+            "",
+            entry.text,
+            "",
+            f"Use it {entry.use}",
+            "",
+        ]
     return "\n".join(rows).rstrip() + "\n"
 
 

@@ -53,6 +53,8 @@ def draw(
     if not given:
         raise RenderError("nothing to draw: the list is empty")
     costs = options.pop("costs", None)
+    if costs is not None and any(isinstance(item, Timeline) for item in given):
+        raise RenderError("costs= is for plans; a timeline has run already: draw plan.simulate(costs)")
     timelines = [item.simulate(costs) if isinstance(item, Plan) else item for item in given]
     for item in timelines:
         if not isinstance(item, Timeline):
@@ -73,9 +75,7 @@ def draw_timeline(timeline: Timeline, path: str | Path | None = None, **options:
     return draw(timeline, path, **options)
 
 
-def _draw_timelines(
-    timelines: list[Timeline], titles: Sequence[str] | None, options: dict[str, Any]
-) -> Picture:
+def _draw_timelines(timelines: list[Timeline], titles: Sequence[str] | None, options: dict[str, Any]) -> Picture:
     from pipec.render.timeline import Options, draw_timelines
 
     _known(options, {f.name for f in fields(Options)}, "a timeline")
@@ -95,9 +95,7 @@ def _draw_graph(what: Any, path: str | Path | None, graph: str, options: dict[st
         return _written(draw_stages(what, **options), path)
     _known(options, {"timeout", "width"}, "a task graph")
     if not isinstance(what, Plan):
-        raise RenderError(
-            f"a task graph is drawn of a Plan, got {type(what).__name__}; compile a pipeline first"
-        )
+        raise RenderError(f"a task graph is drawn of a Plan, got {type(what).__name__}; compile a pipeline first")
     return _written(draw_tasks(what, **options), path)
 
 

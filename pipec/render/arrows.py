@@ -98,12 +98,7 @@ def critical_links(tasks: Tasks, view: View, x: To, lane: dict[int, float], heig
     for before, after in pairwise(path):
         source, target = int(table.device[before]), int(table.device[after])
         start, end = float(timeline.end[before]), float(timeline.start[after])
-        if (
-            source == target
-            or source not in lane
-            or target not in lane
-            or not view.begin <= start <= end <= view.end
-        ):
+        if source == target or source not in lane or target not in lane or not view.begin <= start <= end <= view.end:
             continue
         y0, y1 = _ends(lane, height, source, target)
         yield Line(((x(start), y0), (x(end), y1)), CRITICAL, 1.2, css="critical link")

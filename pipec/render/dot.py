@@ -17,18 +17,13 @@ POINTS = 72.0
 Point = tuple[float, float]
 
 # Widths of Helvetica in thousandths of the font size; what is not listed counts as a wide letter.
-_NARROW = (
-    dict.fromkeys("ijl'|", 222) | dict.fromkeys("ft I.,:;/!()[]\\-", 300) | dict.fromkeys("crsvxyzkJ", 500)
-)
+_NARROW = dict.fromkeys("ijl'|", 222) | dict.fromkeys("ft I.,:;/!()[]\\-", 300) | dict.fromkeys("crsvxyzkJ", 500)
 _WIDE = dict.fromkeys("mMW%@", 880)
 
 
 def text_width(text: str, size: float) -> float:
     """Estimated width of ``text`` in points."""
-    total = sum(
-        _NARROW.get(c) or _WIDE.get(c) or (722 if c.isupper() else 556 if ord(c) < 512 else 1000)
-        for c in text
-    )
+    total = sum(_NARROW.get(c) or _WIDE.get(c) or (722 if c.isupper() else 556 if ord(c) < 512 else 1000) for c in text)
     return total * size / 1000
 
 
@@ -150,9 +145,7 @@ def scene(items: Sequence[Item], width: float, height: float, title: str, comman
             body.append(_line(item, anchor, height))
         else:
             anchor = ""
-            body.append(
-                f"  n{index}" + (_box(item, height) if isinstance(item, Box) else _text(item, height))
-            )
+            body.append(f"  n{index}" + (_box(item, height) if isinstance(item, Box) else _text(item, height)))
     return "\n".join([*head, *body, "}"]) + "\n"
 
 

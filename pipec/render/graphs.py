@@ -30,9 +30,7 @@ class Ends:
     edges: tuple[tuple[str, str], ...]
 
 
-def draw_stages(
-    what: Any, pipeline: Any = None, costs: Costs | None = None, timeout: float = 60.0
-) -> Picture:
+def draw_stages(what: Any, pipeline: Any = None, costs: Costs | None = None, timeout: float = 60.0) -> Picture:
     """The stage graph of a plan, clustered by device, or of a pipeline that is not placed yet.
 
     Raises:
@@ -150,9 +148,7 @@ def _inputs(ends: Ends) -> Iterator[str]:
 def _others(ends: Ends) -> Iterator[str]:
     for node, label, kind in ends.nodes:
         if kind != "input":
-            yield f"  {node}" + _end_style(
-                label, kind, "ellipse", "#FFFFFF" if kind == "output" else "#FBE3E4"
-            )
+            yield f"  {node}" + _end_style(label, kind, "ellipse", "#FFFFFF" if kind == "output" else "#FBE3E4")
 
 
 def _end_style(label: str, kind: str, shape: str, fill: str) -> str:
@@ -191,9 +187,7 @@ def _ends_of_spec(spec: Spec) -> Ends:
         return f"{'i' if ref.source == 'input' else 's'}{ref.index}"
 
     nodes = [(f"i{n}", item.name, "input") for n, item in enumerate(spec.inputs)]
-    edges = [
-        (node(ref), f"s{n}") for n, s in enumerate(spec.stages) for ref in s.refs() if ref.source == "input"
-    ]
+    edges = [(node(ref), f"s{n}") for n, s in enumerate(spec.stages) for ref in s.refs() if ref.source == "input"]
     for n, loss in enumerate(spec.losses):
         nodes.append((f"l{n}", loss.name, "loss"))
         edges += [(node(ref), f"l{n}") for ref in loss.refs()]

@@ -83,9 +83,7 @@ class Tasks:
         rows = [what, f"{start:.6g} to {end:.6g}{unit} ({end - start:.4g})"]
         if self.versions:
             rows.append(f"reads weight version {task.version}")
-        waits = [
-            f"{plan.table.task(int(w))} (ends {timeline.end[int(w)]:.6g})" for w in plan.waits.of(index)[:4]
-        ]
+        waits = [f"{plan.table.task(int(w))} (ends {timeline.end[int(w)]:.6g})" for w in plan.waits.of(index)[:4]]
         if waits:
             rows.append("waits for " + ", ".join(waits))
         return tuple(rows)
@@ -151,9 +149,7 @@ def _others(view: View, device: int, x: To, top: float, height: float) -> Iterat
         else:
             runs.append([start, end])
     for start, end in runs:
-        yield Box(
-            x(start), top, x(end) - x(start), height, OTHER, css="others", tooltip=("other microbatches",)
-        )
+        yield Box(x(start), top, x(end) - x(start), height, OTHER, css="others", tooltip=("other microbatches",))
 
 
 def _task_box(

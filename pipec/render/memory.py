@@ -149,9 +149,7 @@ def strip(
             )
         )
         if labelled:
-            above.append(
-                Text(right + 5, y + 2, f"limit {memory.show(memory.limit)}", 8, ink=LIMIT, css="limit")
-            )
+            above.append(Text(right + 5, y + 2, f"limit {memory.show(memory.limit)}", 8, ink=LIMIT, css="limit"))
     y = top + height / 2
     if height >= 20:
         names: list[Item] = [

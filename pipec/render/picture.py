@@ -24,9 +24,7 @@ class Picture:
         path: the file it was written to, if any.
     """
 
-    def __init__(
-        self, dot: str, pinned: bool, size: tuple[float, float] | None = None, timeout: float = 60.0
-    ) -> None:
+    def __init__(self, dot: str, pinned: bool, size: tuple[float, float] | None = None, timeout: float = 60.0) -> None:
         self.dot, self.pinned, self.size, self.timeout = dot, pinned, size, timeout
         self.path: Path | None = None
 
@@ -84,9 +82,7 @@ class Picture:
             path = path.with_name(path.name + ".svg")
         kind = path.suffix.lower()
         if kind not in SUFFIXES:
-            raise RenderError(
-                f"cannot draw {str(path)!r}: the suffix decides the format, one of {', '.join(SUFFIXES)}"
-            )
+            raise RenderError(f"cannot draw {str(path)!r}: the suffix decides the format, one of {', '.join(SUFFIXES)}")
         if not path.parent.is_dir():
             raise RenderError(f"cannot draw {str(path)!r}: there is no folder {str(path.parent)!r}")
         if kind in (".dot", ".gv"):
@@ -103,9 +99,7 @@ class Picture:
             except RenderError as error:
                 source = path.with_name(path.name + ".dot")
                 _write(source, self.dot.encode("utf-8"))
-                raise RenderError(
-                    f"{path} was not drawn: {error}\nthe DOT source was written to {source}"
-                ) from None
+                raise RenderError(f"{path} was not drawn: {error}\nthe DOT source was written to {source}") from None
             _write(path, made)
         self.path = path
         return self

@@ -40,11 +40,7 @@ def draw_tasks(plan: Plan, width: float | None = None, timeout: float = 60.0) ->
         )
     needs = edges(plan)
     column = steps(plan, ids, needs)
-    step = (
-        STEP_X
-        if width is None
-        else max((width - 2 * MARGIN) / (max(column.values(), default=0) + 1), WIDE + 4)
-    )
+    step = STEP_X if width is None else max((width - 2 * MARGIN) / (max(column.values(), default=0) + 1), WIDE + 4)
     names = [shorten(s.name, 24) for s in plan.graph.stages]
     left = MARGIN + max(text_width(n, 9) for n in names) + 34
     y = MARGIN + 12

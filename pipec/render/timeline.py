@@ -162,9 +162,7 @@ def summary(timeline: Timeline) -> str:
     return " · ".join(parts)
 
 
-def _headline(
-    timelines: Sequence[Timeline], views: Sequence[View], several: bool
-) -> list[tuple[str, float, str, str]]:
+def _headline(timelines: Sequence[Timeline], views: Sequence[View], several: bool) -> list[tuple[str, float, str, str]]:
     plan = timelines[0].plan
     parts = [shorten(plan.graph.name, 60)]
     if not several:
@@ -226,9 +224,7 @@ def _below(panel: Panel, axis: Axis) -> list[Item]:
         )
         for step in range(2 if panel.copy_height else 0):
             top = y + panel.lane_height + 2 + step * (panel.copy_height + 2)
-            items.append(
-                Box(left, top, max(right - left, 1.0), panel.copy_height, LANE, css="lane copy-lane")
-            )
+            items.append(Box(left, top, max(right - left, 1.0), panel.copy_height, LANE, css="lane copy-lane"))
     return items
 
 
@@ -281,18 +277,14 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
     items += task_boxes(tasks, panel.view, axis.x, axis.scale, panel.lane, panel.lane_height)
     if options.lanes:
         for device, y in panel.lane.items():
-            items += copy_lane(
-                tasks, device, axis.x, panel.view, y + panel.lane_height + 2, panel.copy_height
-            )
+            items += copy_lane(tasks, device, axis.x, panel.view, y + panel.lane_height + 2, panel.copy_height)
     if several and axis.begin <= timeline.makespan <= axis.end:
         x, last = axis.x(timeline.makespan), max(panel.lane.values()) + panel.lane_height
         items.append(Line(((x, min(panel.lane.values()) - 3), (x, last + 3)), INK, 1.2, css="makespan"))
     if panel.memory is not None:
         first = min(panel.strips.values())
         items.append(Text(axis.left, first - 9, panel.memory.title, 9, ink=PALE, css="memory-title"))
-        count = sum(
-            len(steps(timeline, panel.memory, d, panel.view.begin, panel.view.end)[0]) for d in panel.strips
-        )
+        count = sum(len(steps(timeline, panel.memory, d, panel.view.begin, panel.view.end)[0]) for d in panel.strips)
         for device, y in panel.strips.items():
             below, above = strip(
                 timeline,

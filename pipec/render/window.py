@@ -58,13 +58,9 @@ def numbers(given: Any, what: str, count: int) -> tuple[int, ...]:
         if isinstance(given, (int, np.integer))
         else (list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [])
     )
-    good = [
-        n for n in chosen if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < count
-    ]
+    good = [n for n in chosen if isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < count]
     if not chosen or len(good) < len(chosen):
-        raise RenderError(
-            f"{what}={given!r}: expected numbers from 0 to {count - 1}, such as range(0, {count})"
-        )
+        raise RenderError(f"{what}={given!r}: expected numbers from 0 to {count - 1}, such as range(0, {count})")
     return tuple(sorted({int(n) for n in good}))
 
 
@@ -128,9 +124,7 @@ def view(
     )
 
 
-def _inside(
-    timeline: Timeline, ids: npt.NDArray[np.int32], begin: float, end: float
-) -> npt.NDArray[np.int32]:
+def _inside(timeline: Timeline, ids: npt.NDArray[np.int32], begin: float, end: float) -> npt.NDArray[np.int32]:
     start, stop = timeline.start[ids], timeline.end[ids]
     seen = ((start < end) & (stop > begin)) | ((start == stop) & (start >= begin) & (start <= end))
     return np.asarray(ids[seen], np.int32)
@@ -149,8 +143,7 @@ def _narrow(
 
     table = timeline.plan.table
     kept = {
-        d: ids[np.isin(table.microbatch[ids], wanted) & (table.kind[ids] != Kind.UPDATE)]
-        for d, ids in inside.items()
+        d: ids[np.isin(table.microbatch[ids], wanted) & (table.kind[ids] != Kind.UPDATE)] for d, ids in inside.items()
     }
     every = np.concatenate(list(kept.values()))
     if not fixed and len(every):

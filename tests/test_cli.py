@@ -1,0 +1,386 @@
+"""The command line: tables, JSON, pictures, exit codes, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipec
+from pipec.cli import COMMANDS, main
+from pipec.schedules import REGISTRY
+
+SCRIPT = """
+import pipec
+
+print("loading")
+unet = pipec.Pipeline("unet")
+a = unet.stage("enc", None, unet.input("x"))
+b = unet.stage("mid", None, a)
+unet.loss("loss", None, unet.stage("dec", None, b, pipec.skip(a)))
+spec = unet.spec
+plan = pipec.compile(unet, 3, 2)
+
+
+def make():
+    return pipec.chain(4, "made")
+
+
+class Holder:
+    inner = unet
+
+
+def broken():
+    raise KeyError("oops")
+
+
+number = 3
+if __name__ == "__main__":
+    raise SystemExit("training")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "net.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def fails(capsys: pytest.CaptureFixture[str], code: int, message: str, *arguments: str) -> None:
+    got, out, err = run(capsys, *arguments)
+    assert (got, out) == (code, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert err.startswith("pipec")
+    assert "Traceback" not in err
+
+
+CHAIN = ("--stages", "4", "--devices", "2", "--microbatches", "3")
+
+
+def test_plan_prints_what_str_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = pipec.compile(pipec.chain(4), 2, 3, "gpipe", recompute="except_last", update="stage")
+    code, out, err = run(
+        capsys, "plan", *CHAIN, "--schedule", "gpipe", "--recompute", "except-last", "--update", "stage"
+    )
+    assert (code, err) == (0, "")
+    assert out == str(plan)
+
+
+def test_plan_writes_text_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan = pipec.compile(pipec.chain(4), 2, 3)
+    for name in ("p.json", "p.txt"):
+        assert run(capsys, "plan", *CHAIN, "-o", str(tmp_path / name))[:2] == (
+            0,
+            f"wrote {tmp_path / name}: {len(plan)} tasks\n",
+        )
+    assert pipec.Plan.load(tmp_path / "p.json") == plan
+    assert pipec.Plan.parse((tmp_path / "p.txt").read_text(encoding="utf-8")) == plan
+    code, out, _ = run(capsys, "plan", *CHAIN, "--json")
+    assert code == 0
+    assert json.loads(out)["microbatches"] == 3
+
+
+def test_simulate_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = pipec.Costs(forward=2, backward_input=1.5, latency=0.25, unit="ms")
+    timeline = pipec.compile(pipec.chain(4), 2, 3, costs=costs).simulate()
+    given = ("simulate", *CHAIN, "--forward", "2", "--backward-input", "1.5", "--latency", "0.25", "--unit", "ms")
+    assert run(capsys, *given)[:2] == (0, f"{timeline}\n")
+    made = json.loads(run(capsys, *given, "--json")[1])
+    assert made["makespan"] == timeline.makespan
+    assert made["bubble"] == timeline.bubble
+    assert [d["peak_share"] for d in made["per_device"]] == timeline.peak_share
+    assert made["copy_bytes"] is None
+
+
+def test_bytes_and_bandwidth(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = {f"s{n}": {"output_bytes": 2**21, "activation_bytes": 1000} for n in range(4)}
+    timeline = pipec.compile(pipec.chain(4), 2, 3).simulate(pipec.Costs(bandwidth=2**22, stages=stages))
+    made = json.loads(
+        run(
+            capsys,
+            "simulate",
+            *CHAIN,
+            "--bandwidth",
+            "4MiB",
+            "--output-bytes",
+            "2 MiB",
+            "--activation-bytes",
+            "1kB",
+            "--json",
+        )[1]
+    )
+    assert made["makespan"] == timeline.makespan
+    assert [d["peak_bytes"] for d in made["per_device"]] == timeline.peak_bytes
+    assert made["copy_bytes"] == 6 * 2**21
+
+
+@pytest.mark.parametrize(("name", "stages"), [("unet", 3), ("spec", 3), ("make", 4), ("Holder.inner", 3)])
+def test_objects_of_a_script(capsys: pytest.CaptureFixture[str], script: Path, name: str, stages: int) -> None:
+    code, out, err = run(capsys, "plan", f"net.py:{name}", "--devices", "3")
+    assert code == 0
+    assert out.count("\nstage ") == stages
+    assert "microbatches=6" in out
+    assert err == "loading\n"  # what the script prints does not mix with the answer
+
+
+def test_a_plan_of_a_script_or_a_file(capsys: pytest.CaptureFixture[str], script: Path) -> None:
+    assert run(capsys, "plan", "net.py:plan", "-o", "saved.json")[0] == 0
+    assert run(capsys, "simulate", "saved.json")[1] == run(capsys, "simulate", "net.py:plan")[1]
+    fails(
+        capsys,
+        2,
+        "saved is a plan already; --devices, --schedule cannot change it",
+        "simulate",
+        "saved.json",
+        "--devices",
+        "2",
+        "--schedule",
+        "gpipe",
+    )
+    fails(capsys, 1, "memory: device 0 holds", "simulate", "saved.json", "--memory-limit", "1a")
+
+
+def test_the_script_may_hold_one_pipeline_without_naming_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("import pipec\nnet = pipec.chain(2)\n", encoding="utf-8")
+    assert run(capsys, "plan", str(tmp_path / "one.py"), "--devices", "2")[0] == 0
+
+
+def test_devices_may_come_from_the_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import pipec\nnet = pipec.Pipeline('own')\nv = net.stage('a', None, net.input('x'), device=0)\n"
+        "net.loss('l', None, net.stage('b', None, v, device=1))\n",
+        encoding="utf-8",
+    )
+    assert "devices=2" in run(capsys, "plan", str(tmp_path / "own.py"))[1]
+
+
+def test_compare_tells_every_schedule_and_why_one_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(
+        capsys, "compare", "--stages", "8", "--devices", "4", "--microbatches", "8", "--memory-limit", "4activations"
+    )
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: line for line in out.splitlines()[3:]}
+    assert list(rows) == list(REGISTRY)
+    timeline = pipec.compile(pipec.chain(8), 4, 8, "1f1b").simulate()
+    assert rows["1f1b"].split() == ["1f1b", f"{timeline.makespan:g}", "18", "27.3%", "4", "48"]
+    assert rows["gpipe"].startswith("gpipe")
+    assert "- memory: device 0 holds 8 activations at its peak; the limit is 4 (and 3 more)" in rows["gpipe"]
+
+
+def test_compare_of_some_schedules_with_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "all.svg"
+    code, out, err = run(capsys, "compare", *CHAIN, "--schedule", "gpipe, 1f1b", "--json", "-o", str(picture))
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)] == ["gpipe", "1f1b"]
+    assert err == f"wrote {picture}\n"
+    svg = picture.read_text(encoding="utf-8").replace("&#45;", "-")
+    assert 'id="p0-task-0F0"' in svg
+    assert 'id="p1-task-0F0"' in svg
+    assert svg.count("panel-title") == 2
+
+
+def test_compare_of_saved_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, schedule in (("one", "gpipe"), ("two", "1f1b")):
+        pipec.compile(pipec.chain(2), 2, 4, schedule).save(tmp_path / f"{name}.json")
+    code, out, _ = run(capsys, "compare", str(tmp_path / "one.json"), str(tmp_path / "two.json"))
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[3:]] == ["one", "two"]
+
+
+def test_compare_where_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "compare", *CHAIN, "--memory-limit", "0.1a")
+    assert code == 1
+    assert all(" - memory: " in line for line in out.splitlines()[1:])
+    assert err == "pipec compare: error: no schedule serves this pipeline with these options\n"
+
+
+def test_draw_writes_pictures(capsys: pytest.CaptureFixture[str], script: Path) -> None:
+    assert run(capsys, "draw", "net.py:unet", "--devices", "3")[:2] == (0, "wrote unet.svg\n")
+    assert "<svg" in Path("unet.svg").read_text(encoding="utf-8")
+    given = (
+        "draw",
+        "net.py:unet",
+        "--devices",
+        "3",
+        "-o",
+        "t.dot",
+        "--copies",
+        "--lanes",
+        "--no-critical",
+        "--show-devices",
+        "0-1",
+        "--show-microbatches",
+        "0,2",
+        "--memory",
+        "no",
+        "--width",
+        "400",
+    )
+    assert run(capsys, *given)[0] == 0
+    plan = pipec.compile(_unet(), 3, 6)
+    expected = pipec.draw(
+        plan, copies=True, lanes=True, critical=False, devices=[0, 1], microbatches=[0, 2], memory=False, width=400.0
+    )
+    assert Path("t.dot").read_text(encoding="utf-8") == expected.dot
+    assert run(capsys, "draw", "net.py:unet", "--graph", "stages", "-o", "s.dot")[0] == 0
+    assert "cluster" not in Path("s.dot").read_text(encoding="utf-8")
+    assert run(capsys, "draw", "net.py:unet", "--graph", "stages", "--devices", "3", "-o", "s.dot")[0] == 0
+    assert "cluster_2" in Path("s.dot").read_text(encoding="utf-8")
+    assert run(capsys, "draw", "net.py:plan", "--graph", "tasks", "-o", "k.dot")[0] == 0
+    assert 'id="task-2B1"' in Path("k.dot").read_text(encoding="utf-8")
+    assert run(capsys, "draw", "net.py:plan", "--time", "0:3", "-o", "w.dot")[0] == 0
+    assert "window: time 0 to 3" in Path("w.dot").read_text(encoding="utf-8")
+
+
+def _unet() -> pipec.Pipeline:
+    space: dict[str, object] = {"__name__": "net"}
+    exec(SCRIPT.replace('print("loading")', ""), space)  # the same script, without the command line
+    made = space["unet"]
+    assert isinstance(made, pipec.Pipeline)
+    return made
+
+
+def test_schedules_lists_all_with_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "schedules")
+    assert code == 0
+    for name in REGISTRY:
+        assert f"\n{name} " in out
+        assert f"\n{name}: " in out
+    made = json.loads(run(capsys, "schedules", "--devices", "2", "--microbatches", "4", "--json")[1])
+    assert [row["name"] for row in made] == list(REGISTRY)
+    one = next(row for row in made if row["name"] == "1f1b")
+    assert one["peak_share"] == 2
+    assert one["bubble"] == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "arguments"),
+    [
+        (2, "the following arguments are required: SUBCOMMAND", ()),
+        (2, "invalid choice: 'fly'", ("fly",)),
+        (2, "give file.py:object, a saved plan.json, or --stages N", ("plan",)),
+        (2, "give a target or --stages, not both", ("plan", "net.py:unet", "--stages", "3")),
+        (2, "--devices is needed", ("plan", "--stages", "3")),
+        (2, "'x' is no whole number of at least 1", ("plan", "--stages", "3", "--devices", "x")),
+        (2, "'0' is no whole number of at least 1", ("plan", "--stages", "0", "--devices", "1")),
+        (2, "'unet' is no target: expected file.py:object or plan.json", ("plan", "unet")),
+        (2, "is no limit; write 8GiB or 4activations", ("plan", "--stages", "3", "--memory-limit", "lots")),
+        (2, "write begin and end such as 0:100", ("draw", "--stages", "3", "--time", "3")),
+        (2, "write numbers such as 0-3,7", ("draw", "--stages", "3", "--show-devices", "3-1")),
+        (
+            2,
+            "compare takes one pipeline, or several plans",
+            ("compare", "net.py:make", "net.py:unet", "--devices", "2"),
+        ),
+        (1, "there is no file no.py", ("plan", "no.py:x")),
+        (1, "there is no file no.json", ("plan", "no.json")),
+        (1, "bad.json is no JSON", ("plan", "bad.json")),
+        (1, "net.py has no 'nothing'; it holds unet, spec, plan", ("plan", "net.py:nothing")),
+        (1, "net.py holds several: unet, spec, plan; name the pipeline", ("plan", "net.py")),
+        (1, "net.py:number is a int; expected a Pipeline, a Spec, a Plan, or a function", ("plan", "net.py:number")),
+        (1, "net.py:broken() failed: KeyError: 'oops'", ("plan", "net.py:broken")),
+        (1, "too few for 5 devices", ("plan", "net.py:unet", "--devices", "5")),
+        (
+            1,
+            "unknown schedule 'fast'; known are gpipe",
+            ("plan", "net.py:unet", "--devices", "2", "--schedule", "fast"),
+        ),
+        (1, "unknown schedule 'fast'; known are", ("compare", "net.py:unet", "--devices", "2", "--schedule", "fast")),
+        (1, "forward must not be negative", ("simulate", "net.py:unet", "--devices", "2", "--forward", "-1")),
+        (1, "fails.py:2: ValueError: two; lines", ("plan", "fails.py:x")),
+        (1, "exits.py:1: SystemExit: 0", ("plan", "exits.py:x")),
+        (1, "syntax.py:1: SyntaxError", ("plan", "syntax.py:x")),
+        (1, "wrong.py:3: a.stage('s', None)", ("plan", "wrong.py:a", "--devices", "1")),
+        (1, "the suffix decides the format", ("draw", "--stages", "2", "--devices", "2", "-o", "x.jpg")),
+        (1, "No such file or directory", ("plan", "--stages", "2", "--devices", "2", "-o", "no/x.txt")),
+        (
+            1,
+            "a graph of 800 tasks cannot be read",
+            ("draw", "--stages", "8", "--devices", "8", "--microbatches", "50", "--graph", "tasks"),
+        ),
+    ],
+)
+def test_errors_are_one_line_with_an_exit_code(
+    capsys: pytest.CaptureFixture[str], script: Path, code: int, message: str, arguments: tuple[str, ...]
+) -> None:
+    script.write_text(SCRIPT.replace('print("loading")', ""), encoding="utf-8")
+    Path("bad.json").write_text("{", encoding="utf-8")
+    Path("fails.py").write_text("import pipec\nraise ValueError('two\\nlines')\n")
+    Path("exits.py").write_text("raise SystemExit(0)\n")
+    Path("syntax.py").write_text("def (:\n")
+    Path("wrong.py").write_text("import pipec\na = pipec.Pipeline('a')\na.stage('s', None)\n")
+    fails(capsys, code, message, *arguments)
+
+
+def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    for command in COMMANDS:
+        assert command.help in " ".join(out.split())
+        code, text, _ = run(capsys, command.name, "--help")
+        assert code == 0
+        for example in command.examples:
+            assert f"  {example}\n" in text
+
+
+@pytest.mark.parametrize("example", [e for command in COMMANDS for e in command.examples if "--stages" in e])
+def test_examples_of_the_help_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, *example.split()[1:])[0] == 0
+
+
+def test_unexpected_errors_are_one_line_unless_debugging(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def burst(*_: object) -> None:
+        raise RuntimeError("a\nb")
+
+    monkeypatch.setattr("pipec.cli.compile_given", burst)
+    fails(capsys, 1, "RuntimeError: a; b", "plan", *CHAIN)
+    monkeypatch.setenv("PIPEC_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="a\nb"):
+        main(["plan", *CHAIN])
+
+
+def test_python_dash_m_pipec() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipec", "simulate", *CHAIN, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+        env=os.environ,
+    )
+    assert json.loads(done.stdout)["devices"] == 2
+    done = subprocess.run(
+        [sys.executable, "-m", "pipec", "plan"], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 2
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = (
+        f"{sys.executable} -m pipec plan --stages 16 --devices 16 --microbatches 64 | head -1; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("plan chain")
