@@ -1,0 +1,181 @@
+"""Denoise photographs with a U-Net whose long skips cross from one device to the other.
+
+    python examples/unet.py                        about a minute
+    python examples/unet.py --recompute always     less memory, more work
+    python examples/unet.py --quick                a few seconds
+
+Data: patches of the two photographs that ship inside scikit-learn, with Gaussian noise added. Two CPU devices, one core
+each. Pictures go to out/.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from helpers import interleaved, progress
+from sklearn.datasets import load_sample_images
+from torch import Tensor, nn
+
+import pipec
+
+SIGMA, BATCH, MICROBATCHES = 0.1, 32, 8
+
+
+class Down(nn.Module):
+    """Halve the image (unless ``scale`` is 1), then two convolutions."""
+
+    def __init__(self, channels: int, out: int, scale: int = 2) -> None:
+        super().__init__()
+        self.scale = scale
+        self.first, self.second = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(x, self.scale) if self.scale > 1 else x
+        return F.relu(self.second(F.relu(self.first(x))))
+
+
+class Up(nn.Module):
+    """Double the image, append the encoder's, then two convolutions."""
+
+    def __init__(self, channels: int, out: int) -> None:
+        super().__init__()
+        self.narrow = nn.Conv2d(channels, out, 1)
+        self.first, self.second = nn.Conv2d(2 * out, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        x = F.interpolate(self.narrow(x), scale_factor=2)
+        return F.relu(self.second(F.relu(self.first(torch.cat([x, skip], 1)))))
+
+
+class Clean(nn.Module):
+    """Take the noise found off the noisy image."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.noise = nn.Conv2d(channels, 3, 3, padding=1)
+
+    def forward(self, x: Tensor, noisy: Tensor) -> Tensor:
+        return noisy - self.noise(x)
+
+
+def build(c: int) -> pipec.Pipeline:
+    """Stages, their edges, and three skips from the encoder to the decoder."""
+    torch.manual_seed(0)
+    net = pipec.Pipeline("U-Net")
+    noisy, clean = net.input("noisy"), net.input("clean")
+    enc1 = net.stage("enc1", Down(3, c, scale=1), noisy)
+    enc2 = net.stage("enc2", Down(c, 2 * c), enc1)
+    enc3 = net.stage("enc3", Down(2 * c, 4 * c), enc2)
+    middle = net.stage("middle", Down(4 * c, 8 * c), enc3)
+    dec3 = net.stage("dec3", Up(8 * c, 4 * c), middle, pipec.skip(enc3))
+    dec2 = net.stage("dec2", Up(4 * c, 2 * c), dec3, pipec.skip(enc2))
+    dec1 = net.stage("dec1", Up(2 * c, c), dec2, pipec.skip(enc1))
+    image = net.stage("clean", Clean(c), dec1, noisy)
+    net.output(image)
+    net.loss("mse", F.mse_loss, image, clean)
+    return net
+
+
+def photographs() -> tuple[Tensor, Tensor]:
+    """Both photographs as (2, 3, rows, columns) in 0..1: left four fifths for training, the rest for testing."""
+    images = torch.stack([torch.from_numpy(image.copy()) for image in load_sample_images().images])
+    images = images.permute(0, 3, 1, 2).float() / 255
+    return images[..., :512], images[..., 512:]
+
+
+def patches(images: Tensor, count: int, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Noisy and clean patches from random places."""
+    which = torch.randint(len(images), (count,), generator=draw).tolist()
+    rows = torch.randint(images.shape[2] - size + 1, (count,), generator=draw).tolist()
+    columns = torch.randint(images.shape[3] - size + 1, (count,), generator=draw).tolist()
+    clean = torch.stack(
+        [images[i, :, r : r + size, k : k + size] for i, r, k in zip(which, rows, columns, strict=True)]
+    )
+    return clean + SIGMA * torch.randn(clean.shape, generator=draw), clean
+
+
+def psnr(image: Tensor, clean: Tensor) -> float:
+    return float(-10 * torch.log10(F.mse_loss(image.clamp(0, 1), clean)))
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="a small net and a few steps")
+    options.add_argument("--recompute", default="never", choices=["never", "always", "except_last"])
+    options.add_argument("--out", type=Path, default=Path("out"), help="folder of the pictures")
+    chosen = options.parse_args(argv)
+    width, size, steps, rounds = (8, 32, 30, 3) if chosen.quick else (16, 48, 150, 9)
+    torch.set_num_threads(1)  # a device is one core: two of them do not fight over the same ones
+    draw = torch.Generator().manual_seed(1)
+    train, test = photographs()
+    noisy, clean = patches(train, BATCH, size, draw)
+
+    # 1. Compile: profile the stages, balance them over the devices, order the tasks.
+    net = build(width)
+    costs = pipec.profile(net, microbatches=MICROBATCHES, noisy=noisy, clean=clean)
+    plan = pipec.compile(net, 2, MICROBATCHES, "1f1b", recompute=chosen.recompute, costs=costs)
+    predicted = plan.simulate()
+    print("The plan:\n" + "\n".join("  " + line[:116] for line in str(plan).splitlines()[:16]) + "\n  ...\n")
+    print(f"Predicted from a profile of each stage:\n{predicted}\n")
+
+    # 2. The same numbers as without a pipeline.
+    report = pipec.check(net, {"noisy": noisy, "clean": clean}, plan)
+    print(f"One step checked against the plain loop. {report}\n")
+
+    # 3. How fast: two devices against one, in turns. The gradients of these steps are thrown away.
+    with pipec.Runner(net, plan) as two, pipec.Runner(net, pipec.compile(net, 1, MICROBATCHES)) as one:
+        took, cores = interleaved(
+            {"two": lambda: two.step(noisy, clean), "one": lambda: one.step(noisy, clean)}, rounds
+        )
+        measured = two.trace()
+    error = took["two"] / predicted.makespan - 1
+    print(f"Step time: predicted {predicted.makespan:.0f} ms, measured {took['two']:.0f} ms ({error:+.0%})")
+    print(f"One device: {took['one']:.0f} ms, {took['one'] / took['two']:.2f} times as long")
+    if cores["two"] < 0.85 * sum(predicted.busy):
+        print(f"(This machine has other work: the two devices got {cores['two']:.1f} cores, the plan keeps "
+              f"{sum(predicted.busy):.1f} busy. Run it again when the machine is idle.)")
+    print()
+
+    # 4. Pictures.
+    chosen.out.mkdir(exist_ok=True)
+    titles = ["predicted", "measured"]
+    pipec.draw([predicted, measured], chosen.out / "unet.svg", titles=titles)
+    pipec.draw(plan, chosen.out / "unet-stages.svg", graph="stages", pipeline=net)
+    print(f"Pictures: {chosen.out / 'unet.svg'} (predicted and measured), {chosen.out / 'unet-stages.svg'}\n")
+
+    # 5. Train: your own loop and your own optimizer.
+    optimizer = torch.optim.Adam([p for s in net.spec.stages for p in s.fn.parameters()], lr=2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    losses: list[float] = []
+    test_noisy, test_clean = patches(test, 64, size, draw)
+    with pipec.Runner(net, plan) as run:
+        print("Training:", flush=True)
+        for _ in progress(steps, lambda: f"loss {losses[-1]:.5f}"):
+            optimizer.zero_grad()
+            noisy, clean = patches(train, BATCH, size, draw)
+            losses.append(float(run.step(noisy=noisy, clean=clean).loss))
+            optimizer.step()
+            schedule.step()
+        restored = run.evaluate(noisy=test_noisy).output
+    before, after = psnr(test_noisy, test_clean), psnr(restored, test_clean)
+    print(f"Patches never seen in training: PSNR {before:.1f} dB with noise, {after:.1f} dB restored")
+    save_patches(chosen.out / "unet-patches.png", test_noisy, restored, test_clean)
+    return {"exact": bool(report), "first": losses[0], "last": losses[-1], "before": before, "after": after, **took,
+            "predicted": predicted.makespan}
+
+
+def save_patches(path: Path, *rows: Tensor) -> None:
+    """Eight patches of each kind, one kind a row."""
+    from PIL import Image
+
+    grid = torch.cat([torch.cat(list(row[:8].clamp(0, 1)), 2) for row in rows], 1)
+    pixels = (grid.permute(1, 2, 0) * 255).byte().numpy()
+    Image.fromarray(pixels).resize((2 * pixels.shape[1], 2 * pixels.shape[0])).save(path)
+    print(f"Noisy, restored, original: {path}")
+
+
+if __name__ == "__main__":
+    main()
