@@ -29,7 +29,7 @@ from pipec.cli_input import (
     draw_options,
     load_targets,
 )
-from pipec.cli_report import compare_rows, comparison, figures, one_line, show_json, table
+from pipec.cli_report import compare_rows, comparison, figures, heading, one_line, show_json, table
 from pipec.compiler import compile as compile_plan
 from pipec.dsl import chain
 from pipec.errors import PipecError, PlanError
@@ -120,10 +120,9 @@ def run_compare(arguments: Arguments) -> int:
             ]
         )
     else:
-        if good and good[0].timeline is not None:
-            plan = good[0].timeline.plan
-            unit = f", time in {good[0].timeline.costs.unit}" if good[0].timeline.costs.unit else ""
-            print(f"{plan.graph.name}: {plan.devices} devices, {plan.microbatches} microbatches{unit}\n")
+        heads = {heading(row.timeline) for row in rows if row.timeline is not None}
+        if len(heads) == 1:
+            print(f"{heads.pop()}\n")
         print(comparison(rows))
     if not good:
         raise PlanError("no schedule serves this pipeline with these options")
@@ -182,9 +181,7 @@ def run_schedules(arguments: Arguments) -> int:
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON for programs instead of a table for people"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON for programs instead of a table for people")
 
 
 def _output(parser: argparse.ArgumentParser, what: str) -> None:
@@ -235,9 +232,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _schedules_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=count, metavar="D", help="devices of the example (default: 4)")
-    parser.add_argument(
-        "--microbatches", type=count, metavar="M", help="microbatches of the example (default: 8)"
-    )
+    parser.add_argument("--microbatches", type=count, metavar="M", help="microbatches of the example (default: 8)")
     _json(parser)
 
 

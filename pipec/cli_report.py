@@ -35,9 +35,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(row: Sequence[str]) -> str:
         if len(row) < len(head):
             return row[0].ljust(width[0]) + "  " + " ".join(row[1:])
-        return "  ".join(
-            [row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:], strict=True))]
-        )
+        return "  ".join([row[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(row[1:], width[1:], strict=True))])
 
     return "\n".join(line(row).rstrip() for row in [head, *rows])
 
@@ -72,6 +70,13 @@ def figures(timeline: Timeline) -> dict[str, Any]:
     }
 
 
+def heading(timeline: Timeline) -> str:
+    """What a comparison is about."""
+    plan = timeline.plan
+    unit = f", time in {timeline.costs.unit}" if timeline.costs.unit else ""
+    return f"{plan.graph.name}: {plan.devices} devices, {plan.microbatches} microbatches{unit}"
+
+
 def show_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
@@ -95,9 +100,7 @@ def compare_rows(given: Sequence[Given], arguments: Arguments) -> list[Row]:
     rows = []
     for name in names:
         try:
-            rows.append(
-                Row(name, compile_with(given[0], arguments, name).simulate(costs_of(arguments, given[0])))
-            )
+            rows.append(Row(name, compile_with(given[0], arguments, name).simulate(costs_of(arguments, given[0]))))
         except (ScheduleError, PlanError) as error:
             if name not in REGISTRY:
                 raise

@@ -202,6 +202,10 @@ def test_compare_of_saved_plans(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     code, out, _ = run(capsys, "compare", str(tmp_path / "one.json"), str(tmp_path / "two.json"))
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[3:]] == ["one", "two"]
+    assert out.startswith("chain: 2 devices, 4 microbatches\n")
+    pipec.compile(pipec.chain(3), 3, 4).save(tmp_path / "three.json")
+    out = run(capsys, "compare", str(tmp_path / "one.json"), str(tmp_path / "three.json"))[1]
+    assert [line.split()[0] for line in out.splitlines()] == ["schedule", "one", "three"]
 
 
 def test_compare_where_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from plans import pipelines
 import pipec
 from pipec.ir import Kind, Lane
 from pipec.render import Picture, draw
+from pipec.render.dot import text_width
 from pipec.render.timeline import ticks
 from pipec.timeline import Timeline
 
@@ -368,3 +369,27 @@ def test_any_pipeline_can_be_drawn(net: pipec.Pipeline) -> None:
 def test_costs_for_a_timeline_are_refused() -> None:
     with pytest.raises(pipec.RenderError, match=r"draw plan\.simulate\(costs\)"):
         draw(chain_plan().simulate(), costs=pipec.Costs())
+
+
+def test_timelines_in_different_units_are_refused() -> None:
+    plan = chain_plan()
+    with pytest.raises(pipec.RenderError, match="cannot show the units '', 'ms'; give all Costs the same unit="):
+        draw([plan.simulate(), plan.simulate(pipec.Costs(unit="ms"))])
+
+
+def test_a_title_says_only_what_all_timelines_share() -> None:
+    svg = Svg(draw([chain_plan(2, 4), chain_plan(3, 4)]))
+    assert svg.text("title") == "chain · 4 microbatches"
+    assert Svg(draw([chain_plan(2, 4), chain_plan(2, 4)])).text("title") == "chain · 2 devices · 4 microbatches"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_titles_are_not_cut_off(several: bool) -> None:
+    net = pipec.Pipeline("W" * 60)
+    net.loss("loss", None, net.stage("s", None, net.input("x")))
+    plan = pipec.compile(net, 1, 1, recompute="always", update="stage")
+    picture = draw([plan, plan], titles=["M" * 60, "b"]) if several else draw(plan)
+    assert picture.size is not None
+    for name, size in (("title", 15.0), ("panel-title", 11.0)):
+        for group in Svg(picture).of(name):
+            assert text_width(label(group), size) * 1.1 + 14 < picture.size[0]

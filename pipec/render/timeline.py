@@ -89,6 +89,11 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     """
     if titles is not None and len(titles) != len(timelines):
         raise RenderError(f"{len(timelines)} timelines but {len(titles)} titles; give one title each")
+    units = sorted({t.costs.unit for t in timelines})
+    if len(units) > 1:
+        raise RenderError(
+            f"one time axis cannot show the units {', '.join(map(repr, units))}; give all Costs the same unit="
+        )
     views = [view(t, options.devices, options.microbatches, options.time, options.width) for t in timelines]
     begin, end = min(v.begin for v in views), max(v.end for v in views)
     width = (
@@ -103,6 +108,7 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     axis = Axis(begin, end, MARGIN + LEFT, width / (end - begin) if end > begin else 0.0)
     several = len(timelines) > 1
     heads = _headline(timelines, views, several)
+    names = list(titles) if titles is not None else [t.plan.schedule for t in timelines]
     y = MARGIN
     items: list[Item] = []
     for row, (text, size, ink, css) in enumerate(heads):
@@ -112,7 +118,13 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     memories = [_memory(t, options, several) for t in timelines]
     all_tasks = [Tasks.of(v, f"p{i}-" if several else "", options.critical) for i, v in enumerate(views)]
     room = LIMIT_ROOM if any(m is not None and m.limit is not None for m in memories) else 6.0
-    full = width + LEFT + room + 2 * MARGIN
+    wide = [text_width(text, size) * (1.12 if row == 0 else 1.05) for row, (text, size, _, _) in enumerate(heads)]
+    if several:
+        wide += [
+            _summary_left(name, axis.left) + text_width(summary(t), 9.5)
+            for name, t in zip(names, timelines, strict=True)
+        ]
+    full = max(width + LEFT + room, *wide) + 2 * MARGIN
     if options.legend:
         y += 6
         legend, y = legend_items(all_tasks, options.lanes, options.copies, y, full - MARGIN)
@@ -121,10 +133,7 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     axis_y = y
     panels: list[Panel] = []
     for v, tasks, memory, index in zip(views, all_tasks, memories, range(len(views)), strict=True):
-        title = ""
-        if several:
-            title = titles[index] if titles is not None else v.timeline.plan.schedule
-        panels.append(_panel(v, tasks, memory, title, y + 6, options))
+        panels.append(_panel(v, tasks, memory, names[index] if several else "", y + 6, options))
         y = panels[-1].bottom
     for panel in panels:
         items += _below(panel, axis)
@@ -162,15 +171,20 @@ def summary(timeline: Timeline) -> str:
     return " · ".join(parts)
 
 
+def _summary_left(title: str, left: float) -> float:
+    """Where the figures stand behind a panel's title."""
+    return max(MARGIN + text_width(shorten(title, 60), 11) * 1.1 + 14, left)
+
+
 def _headline(timelines: Sequence[Timeline], views: Sequence[View], several: bool) -> list[tuple[str, float, str, str]]:
-    plan = timelines[0].plan
-    parts = [shorten(plan.graph.name, 60)]
+    plan, plans = timelines[0].plan, [t.plan for t in timelines]
+    parts = [", ".join(dict.fromkeys(shorten(p.graph.name, 60 // min(len(plans), 3)) for p in plans[:3]))]
     if not several:
         parts.append(shorten(plan.schedule))
-    parts += [
-        f"{plan.devices} device{'s' * (plan.devices > 1)}",
-        f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}",
-    ]
+    if len({p.devices for p in plans}) == 1:
+        parts.append(f"{plan.devices} device{'s' * (plan.devices > 1)}")
+    if len({p.microbatches for p in plans}) == 1:
+        parts.append(f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}")
     if plan.recompute != "never" and not several:
         parts.append(f"recompute {shorten(plan.recompute.replace('_', ' '))}")
     if plan.update and not several:
@@ -259,7 +273,7 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
         items.append(Text(MARGIN, panel.top + 9, title, 11, bold=True, css="panel-title"))
         items.append(
             Text(
-                max(MARGIN + text_width(title, 11) * 1.1 + 14, axis.left),
+                _summary_left(title, axis.left),
                 panel.top + 9,
                 summary(timeline),
                 9.5,
