@@ -82,7 +82,11 @@ def steps(timeline: Timeline, memory: Memory, device: int, begin: float, end: fl
     first = int(np.searchsorted(times, begin, side="right"))
     last = int(np.searchsorted(times, end, side="left"))
     before = level[first - 1] if first else 0.0
-    return np.concatenate([[begin], times[first:last]]), np.concatenate([[before], level[first:last]])
+    times = np.concatenate([[begin], times[first:last]])
+    level = np.concatenate([[before], level[first:last]])
+    # What is freed and taken at one instant may differ by a rounding: no hairlines for that.
+    seen = np.diff(times, append=end) > 1e-9 * (end - begin)
+    return times[seen], level[seen]
 
 
 def strip(

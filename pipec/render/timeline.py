@@ -137,7 +137,7 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
         y = panels[-1].bottom
     for panel in panels:
         items += _below(panel, axis)
-    items += _grid(axis, axis_y, y, timelines[0].costs.unit, full)
+    items += _grid(axis, axis_y, panels, timelines[0].costs.unit)
     for panel in panels:
         items += _above(panel, axis, options, several)
     height = y + MARGIN
@@ -254,9 +254,16 @@ def ticks(begin: float, end: float, room: float) -> list[float]:
     return [n * step for n in range(first, int(np.floor(end / step + 1e-9)) + 1)]
 
 
-def _grid(axis: Axis, top: float, bottom: float, unit: str, full: float) -> list[Item]:
+def _grid(axis: Axis, top: float, panels: Sequence[Panel], unit: str) -> list[Item]:
+    """The axis, and lines down through lanes and strips that spare the headings between them."""
     marks = ticks(axis.begin, axis.end, (axis.right - axis.left) / 70)
-    rows: list[Item] = [Line(((axis.x(t), top), (axis.x(t), bottom)), GRID, 0.5, css="grid") for t in marks]
+    rows: list[Item] = []
+    for panel in panels:
+        tall = panel.lane_height + (2 * (panel.copy_height + 2) if panel.copy_height else 0)
+        spans = [(min(panel.lane.values()) - 3, max(panel.lane.values()) + tall + 3)]
+        if panel.strips:
+            spans.append((min(panel.strips.values()), max(panel.strips.values()) + panel.strip_height + 3))
+        rows += [Line(((axis.x(t), a), (axis.x(t), b)), GRID, 0.5, css="grid") for a, b in spans for t in marks]
     rows.append(Line(((axis.left, top), (axis.right, top)), AXIS, 0.75, id="axis", css="axis"))
     rows += [Line(((axis.x(t), top - 3), (axis.x(t), top)), AXIS, 0.75, css="tick") for t in marks]
     rows += [Text(axis.x(t), top - 9, f"{round(t, 10):.6g}", 9, "c", ink=AXIS, css="tick") for t in marks]
