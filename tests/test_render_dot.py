@@ -96,7 +96,7 @@ def test_long_names_are_cut_in_the_middle() -> None:
     assert text_width("WW", 10) > text_width("ii", 10) * 2
 
 
-# Machado, Oliveira, Fernandes 2009: what people without one kind of cone see, in linear RGB.
+# The usual matrices for what people without one kind of cone see, in linear RGB.
 BLINDNESS = {
     "none": np.eye(3),
     "protanopia": np.array(

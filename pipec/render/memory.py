@@ -86,6 +86,8 @@ def steps(timeline: Timeline, memory: Memory, device: int, begin: float, end: fl
     level = np.concatenate([[before], level[first:last]])
     # What is freed and taken at one instant may differ by a rounding: no hairlines for that.
     seen = np.diff(times, append=end) > 1e-9 * (end - begin)
+    if not seen.any():  # nothing takes time
+        return times[:1], level[:1]
     return times[seen], level[seen]
 
 
