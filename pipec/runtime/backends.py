@@ -6,20 +6,23 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
+
+from attrs import evolve
 
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.context import Context
 from pipec.runtime.executor import Device
-from pipec.runtime.failure import TaskFailure
+from pipec.runtime.failure import Failure
 from pipec.runtime.program import Op
 
 
 class Backend(Protocol):
-    """Runs a list of tasks on every device and returns when all have ended."""
+    """Runs a list of tasks on every device and returns when all have ended, with what one of them raised."""
 
-    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> None: ...
+    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None: ...
 
     def close(self) -> None: ...
 
@@ -27,12 +30,8 @@ class Backend(Protocol):
 class Replay:
     """All devices in the calling thread, task by task in the plan's one order."""
 
-    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> None:
-        """Run to the end.
-
-        Raises:
-            TaskFailure: holding what a task raised.
-        """
+    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
+        """Run to the end, or to the first task that raises."""
         order = ops[0] if len(ops) == 1 else sorted((op for row in ops for op in row), key=lambda op: op.task)
         at = 0
         while at < len(order):  # runs of tasks on one device share one loop
@@ -41,11 +40,10 @@ class Replay:
                 end += 1
             try:
                 devices[device].run(order[at:end])
-            except Stopped:
-                raise
             except BaseException as error:
-                raise TaskFailure(devices[device].at, error) from None
+                return Failure(devices[device].at, error)
             at = end
+        return None
 
     def close(self) -> None:
         """Nothing to close."""
@@ -60,6 +58,7 @@ class Threads:
     def __init__(self, count: int, name: str) -> None:
         self.count, self.name = count, name
         self._jobs: list[SimpleQueue[Job | None]] = []
+        self._threads: list[threading.Thread] = []
         self._process = -1
         self._finalizer: Any = None
 
@@ -71,59 +70,70 @@ class Threads:
         self._process = os.getpid()
         self._jobs = [SimpleQueue() for _ in range(self.count)]
         self._finalizer = weakref.finalize(self, _stop, self._jobs)
-        for device, jobs in enumerate(self._jobs):
-            threading.Thread(target=_work, args=(jobs,), name=f"pipec {self.name} device {device}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=_work, args=(jobs,), name=f"pipec {self.name} device {device}", daemon=True)
+            for device, jobs in enumerate(self._jobs)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> None:
-        """Run all devices at once.
-
-        Raises:
-            TaskFailure: holding what the first task to fail raised; every worker has ended its part by then.
-        """
+    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
+        """Run all devices at once; a failure of one stops the others, and every worker has ended its part then."""
         self._start()
         context = Context.capture()
-        done: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        for device, row in zip(devices, ops, strict=True):
-            self._jobs[device.index].put(_job(device, row, context, done))
-        failures: list[TaskFailure] = []
-        left, interrupt = len(devices), None
-        while left:
+        jobs = [_Job(device, row, context) for device, row in zip(devices, ops, strict=True)]
+        reports: list[tuple[int, BaseException | None]] = []  # a worker's own report, in the order of their ends
+        wake: SimpleQueue[None] = SimpleQueue()
+        interrupt: list[Failure] = []
+        pending = True
+        while pending:
             try:
-                index, error = done.get()
+                for job in jobs:
+                    self._jobs[job.device.index].put(partial(job.run, reports, wake))
+                while len(reports) < len(jobs):
+                    wake.get()
+                pending = False
             except BaseException as caught:  # Ctrl-C while waiting: stop the workers first, then let it through
-                interrupt = caught
+                interrupt.append(Failure(None, caught))
                 channels.stop()
-                continue
-            left -= 1
-            if error is not None and not isinstance(error, Stopped):
-                failures.append(TaskFailure(devices[index].at, error))
-                channels.stop()
-        if interrupt is not None:
-            raise interrupt
-        if failures:
-            failures[0].others = failures[1:]
-            raise failures[0]
+        failed = [(index, error) for index, error in reports if error is not None and not isinstance(error, Stopped)]
+        failures = interrupt[:1] + [Failure(devices[index].at, error) for index, error in failed]
+        return evolve(failures[0], others=tuple(failures[1:])) if failures else None
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers and wait for them."""
         if self._finalizer is not None:
             self._finalizer()
-        self._jobs = []
+        for thread in self._threads:
+            thread.join()
+        self._jobs, self._threads = [], []
 
 
-def _job(device: Device, ops: Sequence[Op], context: Context, done: SimpleQueue[Any]) -> Job:
-    def job() -> None:
-        error: BaseException | None = None
+class _Job:
+    """A device's part of a step; it runs once, even if it is handed over again after an interrupt."""
+
+    __slots__ = ("_taken", "context", "device", "ops", "variables")
+
+    def __init__(self, device: Device, ops: Sequence[Op], context: Context) -> None:
+        self.device, self.ops, self.context = device, ops, context
+        self.variables = context.variables.copy()
+        self._taken = False  # touched by this device's worker only
+
+    def run(self, reports: list[tuple[int, BaseException | None]], wake: SimpleQueue[None]) -> None:
+        if self._taken:
+            return
+        self._taken = True
         try:
-            with context.active():
-                device.run(ops)
-        except BaseException as caught:
-            error = caught
-            device.channels.stopped = True
-        done.put((device.index, error))
+            self.variables.run(self._run)
+            reports.append((self.device.index, None))
+        except BaseException as error:
+            self.device.channels.stop()
+            reports.append((self.device.index, error))
+        wake.put(None)
 
-    variables = context.variables.copy()
-    return lambda: variables.run(job)
+    def _run(self) -> None:
+        with self.context.active():
+            self.device.run(self.ops)
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
@@ -132,7 +142,7 @@ def _work(jobs: SimpleQueue[Job | None]) -> None:
         if job is None:
             return
         job()
-        job = None  # a step's tensors must not live until the next one
+        del job  # a step's tensors must not live until the next one
 
 
 def _stop(jobs: list[SimpleQueue[Job | None]]) -> None:

@@ -15,14 +15,16 @@ class BufferKeeper:
     constant buffers cost one copy and no memory per microbatch.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, *modules: nn.Module) -> None:
         self.places: list[tuple[dict[str, Any], str]] = []
+        self.names: list[str] = []
         seen: set[int] = set()
-        for sub in module.modules() if module is not None else ():
+        for prefix, sub in (pair for module in modules for pair in module.named_modules()):
             for name, buffer in sub._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     self.places.append((sub._buffers, name))
+                    self.names.append(f"{prefix}.{name}" if prefix else name)
         self._last: list[tuple[Tensor, int, Tensor]] = []
 
     def __bool__(self) -> bool:

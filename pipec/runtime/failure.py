@@ -1,18 +1,27 @@
-"""Failures inside tasks: the original exception reaches the caller with the task it came from."""
+"""Failures inside tasks: the original exception reaches the caller with the task it came from; the step is undone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal
+
+from attrs import frozen
+from torch import Tensor
+
+from pipec.errors import RunError
 from pipec.runtime.program import Op
+from pipec.runtime.stages import Stage
 from pipec.spec import Graph
 
 
-class TaskFailure(Exception):  # noqa: N818 - carries an error, is not shown itself
-    """What a task raised, on its way to the caller."""
+@frozen(eq=False)
+class Failure:
+    """What a task raised; ``others`` are failures of other devices that happened before these were stopped."""
 
-    def __init__(self, op: Op | None, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.op, self.error = op, error
-        self.others: list[TaskFailure] = []
+    op: Op | None
+    error: BaseException
+    others: tuple[Failure, ...] = ()
 
 
 def describe(graph: Graph, op: Op | None) -> str:
@@ -24,19 +33,65 @@ def describe(graph: Graph, op: Op | None) -> str:
     return f"{stage}microbatch {op.microbatch}, {op.kind.name} ({token}) on device {op.device}"
 
 
-def annotate(failure: TaskFailure, graph: Graph, after: str = "") -> BaseException:
-    """The original exception with a note that says where it happened (in ``__notes__``, shown since Python 3.11)."""
-    error = failure.error
-    notes = [f"pipec: raised in {describe(graph, failure.op)}"]
-    notes += [
-        f"pipec: {describe(graph, other.op)} failed as well: {type(other.error).__name__}: {other.error}"
-        for other in failure.others
-    ]
-    if after:
-        notes.append(f"pipec: {after}")
-    for note in notes:
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:
-            error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
-    return error
+def annotate(failure: Failure, graph: Graph, updated: Sequence[str] = ()) -> BaseException:
+    """The original exception with notes that say where it happened (``__notes__``, shown since Python 3.11)."""
+    note(failure.error, f"pipec: raised in {describe(graph, failure.op)}")
+    for other in failure.others:
+        note(failure.error, f"pipec: {describe(graph, other.op)} failed as well: {_told(other.error)}")
+    if updated:
+        note(failure.error, f"pipec: updated before: {', '.join(updated)}; their parameters have changed")
+    return failure.error
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an exception; Python 3.10 keeps it without showing it."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # a user's __str__ may fail too
+        return type(error).__name__
+
+
+class Undo:
+    """A context that puts buffers and ``.grad`` back when what runs inside it fails.
+
+    Buffers that stages share are watched: only one that no stage changes has a well-defined value on several devices.
+    """
+
+    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor]) -> None:
+        self._buffers = [(s, s.buffers.originals(), s.buffers.snapshot()) for s in stages if s.buffers]
+        self._gradients = [(p, p.grad) for p in parameters]
+        users: dict[int, list[tuple[str, str, Tensor]]] = {}
+        for stage, originals, _ in self._buffers:
+            for name, buffer in zip(stage.buffers.names, originals, strict=True):
+                users.setdefault(id(buffer), []).append((stage.name, name, buffer))
+        self._shared = [(found, found[0][2]._version) for found in users.values() if len(found) > 1]
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        if error is not None:
+            for stage, originals, values in self._buffers:
+                stage.buffers.restore(originals, values)
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+        return False
+
+    def check_shared_buffers(self) -> None:
+        """Raise RunError when a buffer that several stages hold was written: its value depends on the schedule."""
+        for found, version in self._shared:
+            if found[0][2]._version != version:
+                told = " and ".join(f"{stage!r} (as {name!r})" for stage, name, _ in found)
+                raise RunError(
+                    f"stages {told} share a buffer that a forward changes, so its value would depend on the order in "
+                    "which the devices run; give each stage a module of its own, or use it in one stage only"
+                )

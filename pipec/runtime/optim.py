@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipec.errors import RunError
+from pipec.ir import Plan
+from pipec.runtime.failure import note
 from pipec.runtime.stages import Stage
 
 Hook = Callable[[list[Tensor]], Any]
@@ -23,16 +25,18 @@ class Updater:
     """
 
     def __init__(
-        self, update: str | None, optimizer: Any, stages: Sequence[Stage], scaler: Any = None, hook: Hook | None = None
+        self, plan: Plan, optimizer: Any, stages: Sequence[Stage], scaler: Any = None, hook: Hook | None = None
     ) -> None:
-        self.update, self.scaler, self.hook = update, scaler, hook
+        self.update, self.scaler, self.hook = plan.update, scaler, hook
         self.per_stage: dict[int, Optimizer] = {}
         self.skip = False
         self.updated: list[int] = []
-        check_fit(update, optimizer, hook)
-        if update == "all":
+        check_fit(plan.update, optimizer, hook)
+        if plan.update_early:
+            check_early(stages, scaler, hook)
+        if plan.update == "all":
             self.per_stage[-1] = optimizer
-        elif update == "stage":
+        elif plan.update == "stage":
             owned: set[int] = set()
             for stage in stages:
                 own = [p for p in stage.trainable() if id(p) not in owned]
@@ -58,18 +62,34 @@ class Updater:
         self.scaler.scale(torch.ones(()))  # a scaler makes its state when first used
         return float(self.scaler.get_scale())
 
+    def begin(self) -> None:
+        """A step begins; one that failed before it has left nothing behind."""
+        self.skip, self.updated = False, []
+        if self.scaler is not None and self.update is not None:
+            self.scaler._per_optimizer_states.clear()  # else unscaling again would be refused after a failure
+
     def prepare(self, parameters: list[Tensor]) -> None:
         """All gradients are there: unscale them, look for inf, call the user's hook. Before any UPDATE."""
-        self.skip, self.updated = False, []
         if self.update is None:
             return
+        everything = self._everything(parameters)
         if self.scaler is not None and self.scaler.is_enabled():
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-            gradients = [p.grad for p in parameters if p.grad is not None]
+            gradients = [p.grad for p in everything if p.grad is not None]
             self.skip = not all(bool(torch.isfinite(g).all()) for g in gradients)
         if self.hook is not None and not self.skip:
-            self.hook(parameters)
+            try:
+                self.hook(everything)
+            except BaseException as error:
+                note(error, "pipec: raised in before_update, after all backwards and before any UPDATE")
+                raise
+
+    def _everything(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those of the pipeline, and others that the user gave to an optimizer (an encoder in front, say)."""
+        own = {id(p): p for p in parameters}
+        own |= {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        return list(own.values())
 
     def step(self, stage: int) -> None:
         """Run the UPDATE of ``stage`` (-1: of all)."""
@@ -84,8 +104,28 @@ class Updater:
             return
         if self.scaler is not None and self.scaler.is_enabled():
             self.scaler.update()
-        for parameter in parameters:
+        for parameter in self._everything(parameters):
             parameter.grad = None
+
+
+def check_early(stages: Sequence[Stage], scaler: Any, hook: Hook | None) -> None:
+    """Raise RunError for what needs all gradients of a step before the first UPDATE."""
+    for name, given in (("before_update", hook), ("scaler", scaler)):
+        if given is not None:
+            raise RunError(
+                f"{name} needs all gradients before the first UPDATE, but the plan was compiled with "
+                "update_early=True; compile without it"
+            )
+    users: dict[int, tuple[str, str]] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            first = users.setdefault(id(parameter), (stage.name, name))
+            if first[0] != stage.name and parameter.requires_grad:
+                raise RunError(
+                    f"stages {first[0]!r} and {stage.name!r} share the parameter {first[1]!r} ({name!r} there), "
+                    "which must wait for the gradients of both, but the plan was compiled with update_early=True; "
+                    "compile without it"
+                )
 
 
 def check_fit(update: str | None, optimizer: Any, hook: Hook | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -16,10 +15,10 @@ from pipec.ir import Plan
 from pipec.runtime.backends import Backend, Replay, Threads
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
-from pipec.runtime.failure import TaskFailure, annotate
+from pipec.runtime.failure import Undo, annotate
 from pipec.runtime.gradients import Accumulator, commit, shared_parameters
 from pipec.runtime.optim import Hook, Updater
-from pipec.runtime.program import Program, build_program
+from pipec.runtime.program import Op, Program, build_program
 from pipec.runtime.randomness import Position, Randomness, Streams
 from pipec.runtime.result import Result
 from pipec.runtime.stages import Stage, bind, training_flags
@@ -67,7 +66,7 @@ class Runner:
         self._check(devices, backend)
         self.stages: list[Stage] = bind(self.spec)
         self._backend: Backend = self._make_backend(backend)
-        self._updater = Updater(plan.update, optimizer, self.stages, scaler, before_update)
+        self._updater = Updater(plan, optimizer, self.stages, scaler, before_update)
         self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
@@ -131,18 +130,19 @@ class Runner:
         step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
                     self.probe, random=Randomness(self._streams, self._position.pinned()))
         parameters = list({id(p): p for own in trained for p in own}.values())
-        early = any(op.kind.name == "UPDATE" for row in program.ops for op in row)
-        with self._failing_safe(step):
-            if early:
-                updater.prepare([])
+        with Undo(self.stages, parameters) as undo:
+            updater.begin()
             devices, channels = self._devices(program, step)
-            self._backend.run(devices, program.ops, channels)
-            if not early:
+            self._run(devices, program.ops, channels, step)
+            undo.check_shared_buffers()
+            if not plan.update_early:
                 commit(accumulators, shared)
+                step.backward_inputs()
                 updater.prepare(parameters)
             if any(program.updates):
-                self._backend.run(devices, program.updates, channels)
-            step.backward_inputs()
+                self._run(devices, program.updates, channels, step)
+            if plan.update_early:
+                step.backward_inputs()
             updater.finish(parameters)
         self._position = self._position.advanced()
         self._last = (plan, step)
@@ -151,12 +151,21 @@ class Runner:
         return Result(result.losses, result.outputs, result.microbatches, updater.skip)
 
     def _update(self, step: Step, stage: int, shared: set[int]) -> None:
-        if stage >= 0 and step.starts and self._is_early(step.plan):
+        if step.plan.update_early:
             commit([step.accumulators[stage]], shared)
         self._updater.step(stage)
 
-    def _is_early(self, plan: Plan) -> bool:
-        return bool(plan.recipe is not None and plan.recipe.update_early)
+    def _run(self, devices: list[Device], ops: Sequence[Sequence[Op]], channels: Channels, step: Step) -> None:
+        """Run tasks; what one of them raised comes out with a note that says where."""
+        failure = self._backend.run(devices, ops, channels)
+        if failure is None:
+            return
+        step.forget()
+        updated = [self.stages[s].name if s >= 0 else "all" for s in self._updater.updated]
+        try:
+            raise annotate(failure, step.plan.graph, updated)
+        finally:
+            del failure, devices, channels, step  # a caught traceback must not keep a step's tensors in a cycle
 
     def evaluate(self, *args: Any, **inputs: Any) -> Result:
         """Outputs and losses of a batch of any size in eval mode, without gradients; nothing is kept.
@@ -182,9 +191,9 @@ class Runner:
         try:
             for module, _ in flags:
                 module.training = False
-            with self._failing_safe(step), torch.no_grad():
+            with Undo(self.stages, []), torch.no_grad():
                 devices, channels = self._devices(program, step)
-                self._backend.run(devices, program.ops, channels)
+                self._run(devices, program.ops, channels, step)
         finally:
             for module, training in flags:
                 module.training = training
@@ -205,30 +214,6 @@ class Runner:
                 plan = with_microbatches(self.plan, microbatches)
             self._plans[key] = plan, build_program(plan)
         return self._plans[key]
-
-    @contextmanager
-    def _failing_safe(self, step: Step) -> Iterator[None]:
-        """Let the original exception through with a note; put buffers and gradients back as they were."""
-        stages = [stage for stage in self.stages if stage.buffers]
-        buffers = [(stage, stage.buffers.originals(), stage.buffers.snapshot()) for stage in stages]
-        gradients = [(p, p.grad) for own in step.accumulators for p in own.parameters]
-        try:
-            yield
-        except BaseException as error:
-            updated = [self.stages[s].name if s >= 0 else "all" for s in self._updater.updated]
-            for stage, originals, values in buffers:
-                stage.buffers.restore(originals, values)
-            if not updated:
-                for parameter, gradient in gradients:
-                    parameter.grad = gradient
-            self._updater.updated = []
-            if not isinstance(error, TaskFailure):
-                raise
-            after = f"updated before: {', '.join(updated)}; their parameters have changed" if updated else ""
-            original = annotate(error, step.plan.graph, after)
-        else:
-            return
-        raise original
 
     def _ready(self) -> None:
         if self._closed:

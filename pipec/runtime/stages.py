@@ -90,7 +90,9 @@ class Stage:
         )
         self.fn = self.spec.fn
         self.module = self.fn if isinstance(self.fn, nn.Module) else None
-        self.buffers = BufferKeeper(self.module)
+        owned = (self.module, *(loss.spec.fn for loss in self.losses))
+        self.modules = [fn for fn in owned if isinstance(fn, nn.Module)]
+        self.buffers = BufferKeeper(*self.modules)
         self._sources = [spec.graph.values[port].name for port in self.reads]
         self._sources += [spec.inputs[index].name for index in self.inputs]
         self._written = set(range(len(self._sources)))  # what the stage may write into: all, until it has run once
@@ -226,4 +228,4 @@ def bind(spec: Spec) -> list[Stage]:
 @torch.no_grad()
 def training_flags(stages: list[Stage]) -> list[tuple[nn.Module, bool]]:
     """The train/eval flag of every module, so that it can be put back."""
-    return [(m, m.training) for stage in stages if stage.module is not None for m in stage.module.modules()]
+    return [(m, m.training) for stage in stages for module in stage.modules for m in module.modules()]
