@@ -73,9 +73,7 @@ class Given:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        graph = (
-            self.plan.graph if self.plan is not None else self.spec.graph if self.spec is not None else None
-        )
+        graph = self.plan.graph if self.plan is not None else self.spec.graph if self.spec is not None else None
         return () if graph is None else tuple(stage.name for stage in graph.stages)
 
 
@@ -175,8 +173,7 @@ def _given(value: Any, target: str) -> Given:
     if isinstance(value, (Pipeline, Spec)):
         return Given(value.name, value.spec)
     raise PipecError(
-        f"{target} is a {type(value).__name__}; expected a Pipeline, a Spec, a Plan, or a "
-        "function that returns one"
+        f"{target} is a {type(value).__name__}; expected a Pipeline, a Spec, a Plan, or a function that returns one"
     )
 
 
@@ -228,9 +225,7 @@ def costs_of(arguments: Arguments, given: Given) -> Costs | None:
     made = evolve(base, **{words.get(name, name): value for name, value in said.items() if value is not None})
     sizes = {name: size for name, size in sizes.items() if size is not None}
     if sizes:
-        made = made.with_stages(
-            {name: evolve(made.stages.get(name, StageCosts()), **sizes) for name in given.stages}
-        )
+        made = made.with_stages({name: evolve(made.stages.get(name, StageCosts()), **sizes) for name in given.stages})
     return made
 
 
@@ -339,13 +334,9 @@ def add_compile_options(parser: argparse.ArgumentParser, several: bool = False) 
         ("latency", "added to every copy's arrival (default: 0)"),
     ):
         group.add_argument(f"--{name}", type=float, metavar="T", help=text)
-    group.add_argument(
-        "--bandwidth", type=size, metavar="SIZE", help="bytes per unit of time between devices"
-    )
+    group.add_argument("--bandwidth", type=size, metavar="SIZE", help="bytes per unit of time between devices")
     group.add_argument("--output-bytes", type=size, metavar="SIZE", help="of every value, such as 2MiB")
-    group.add_argument(
-        "--activation-bytes", type=size, metavar="SIZE", help="kept by every stage for its backward"
-    )
+    group.add_argument("--activation-bytes", type=size, metavar="SIZE", help="kept by every stage for its backward")
     group.add_argument("--unit", help="the unit of time, for titles and tables")
 
 
