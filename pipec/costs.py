@@ -75,6 +75,8 @@ class Costs:
         bandwidth: bytes per unit of time on the copy lanes; None: no transfer time.
         stages: per stage name a mapping or :class:`StageCosts` that overrides the defaults.
         values: bytes per value name (``"enc1"``, ``"enc1[0]"``).
+        gradients: bytes of a value's gradient where it is not as large as the value (integers have none).
+        saved_values: bytes of a value that the graph of the stage that made it saves as well (Tanh does).
         unit: the unit of time, for titles and tables.
     """
 
@@ -87,6 +89,8 @@ class Costs:
     bandwidth: float | None = None
     stages: dict[str, StageCosts] = field(factory=dict, converter=_stage_costs)
     values: dict[str, int] = field(factory=dict, converter=_value_bytes)
+    gradients: dict[str, int] = field(factory=dict, converter=_value_bytes)
+    saved_values: dict[str, int] = field(factory=dict, converter=_value_bytes)
     unit: str = ""
 
     def __attrs_post_init__(self) -> None:

@@ -108,15 +108,39 @@ def shares(plan: Plan) -> Floats:
 
 
 def buffer_bytes(plan: Plan, costs: Costs) -> Floats | None:
-    """Bytes per buffer, shape (buffers,), or None when any size is unknown."""
+    """Bytes per buffer, shape (buffers,), or None when any size is unknown.
+
+    What a stage gives away and its own graph saves as well (``Costs.saved_values``) lives as long as the graph: it
+    is charged to the activation, and not a second time to the value at its producer, unless a RECOMPUTE makes the
+    saved one anew.
+    """
     values = value_bytes(plan, costs)
     saved = [costs.activation_bytes(s.name) for s in plan.graph.stages]
     buffers = plan.buffers
-    is_saved = buffers.kind == Buffer.ACTIVATION
+    is_saved, is_gradient = buffers.kind == Buffer.ACTIVATION, buffers.kind == Buffer.GRADIENT
     used_values, used_stages = set(buffers.ref[~is_saved].tolist()), set(buffers.ref[is_saved].tolist())
     if any(values[v] is None for v in used_values) or any(saved[s] is None for s in used_stages):
         return None
+    names = [value.name for value in plan.graph.values]
+    kept = [costs.saved_values.get(name, 0) for name in names]
+    own = [sum(kept[v] for v in stage.gives) for stage in plan.graph.stages]
     of_value = np.asarray([v or 0 for v in values] + [0], float)
-    of_stage = np.asarray([s or 0 for s in saved] + [0], float)
-    return np.where(is_saved, of_stage[np.where(is_saved, buffers.ref, -1)],
-                    of_value[np.where(is_saved, -1, buffers.ref)]) / plan.slices
+    of_gradient = np.asarray([costs.gradients.get(n, v or 0) for n, v in zip(names, values, strict=True)] + [0], float)
+    of_stage = np.asarray([(s or 0) + more for s, more in zip(saved, own, strict=True)] + [0], float)
+    stage, value = np.where(is_saved, buffers.ref, -1), np.where(is_saved, -1, buffers.ref)
+    made = np.where(is_saved, of_stage[stage], np.where(is_gradient, of_gradient[value], of_value[value]))
+    return (made - _counted_twice(plan, np.asarray([*kept, 0], float))) / plan.slices
+
+
+def _counted_twice(plan: Plan, kept: Floats) -> Floats:
+    """Per buffer the bytes of a value at its producer that the producer's graph holds already."""
+    buffers, kinds = plan.buffers, plan.table.kind
+    writer = kinds[buffers.writer]
+    item = (buffers.replica * plan.slices + buffers.slice) * plan.microbatches + buffers.microbatch
+    held = np.zeros((len(plan.graph.stages), plan.microbatches * plan.slices * plan.replicas), bool)
+    graph = (buffers.kind == Buffer.ACTIVATION) & (writer == Kind.FORWARD)
+    held[buffers.ref[graph], item[graph]] = True
+    producer = np.asarray([v.producer for v in plan.graph.values] + [0])
+    home = (buffers.kind == Buffer.VALUE) & (writer == Kind.FORWARD)
+    ref = np.where(home, buffers.ref, -1)
+    return np.where(home & held[producer[ref], item], kept[ref], 0.0)

@@ -98,27 +98,54 @@ def add(total: Gradient, more: Gradient) -> Gradient:
     return total + more
 
 
-def add_last_to_first(parcel: dict[int, Gradient]) -> Gradient:
-    """The sum of the readers' gradients in autograd's own order, from the last reader to the first."""
-    if len(parcel) == 1:
-        return next(iter(parcel.values()))
-    total: Gradient = None
-    for reader in sorted(parcel, reverse=True):
-        total = add(total, parcel[reader])
-    return total
+class Parcel:
+    """Gradients of one value on one device, added up as far as autograd's own order allows.
 
-
-def merge_tail(parcel: dict[int, Gradient], tail: tuple[int, ...]) -> None:
-    """Add up the gradients of ``tail``, the last readers of all, under the very last one.
-
-    Only a sum that starts at the last reader can be formed early without changing a bit of the result.
+    That order runs from the last reader to the first. A sum that starts at the last reader can be formed as soon as
+    the next one is there; what comes before its turn waits, here or on the device that has the turn.
     """
-    if len(tail) < 2:
-        return
-    total: Gradient = None
-    for reader in reversed(tail):
-        total = add(total, parcel.pop(reader, None))
-    parcel[tail[-1]] = total
+
+    __slots__ = ("_left", "_total", "_waiting")
+
+    def __init__(self, readers: tuple[int, ...]) -> None:
+        """``readers``: all that send a gradient, ascending, on whichever device."""
+        self._left = list(readers)
+        self._total: Gradient = None
+        self._waiting: dict[int, Gradient] = {}
+
+    def add(self, reader: int, gradient: Gradient) -> None:
+        """Take one reader's gradient; None where nothing flowed."""
+        self._waiting[reader] = gradient
+        self._fold()
+
+    def merge(self, other: Parcel) -> None:
+        """Take what another device has collected."""
+        if len(other._left) < len(self._left):
+            self._left, self._total = other._left, other._total
+        self._waiting |= other._waiting
+        self._fold()
+
+    def _fold(self) -> None:
+        left, waiting = self._left, self._waiting
+        while left and left[-1] in waiting:
+            self._total = add(self._total, waiting.pop(left.pop()))
+
+    def sum(self) -> Gradient:
+        """All that arrived; readers without a backward of their own count as zero."""
+        for reader in sorted(self._waiting, reverse=True):
+            self._total = add(self._total, self._waiting.pop(reader))
+        return self._total
+
+
+def compact(gradient: Gradient) -> Gradient:
+    """The gradient in storage of its own size: a part of a larger one would keep all of that alive."""
+    if isinstance(gradient, list):
+        return [compact(one) for one in gradient]
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient
+    if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size() > 0:
+        return gradient.clone()
+    return gradient
 
 
 def collect(edge: Edges, gradient: Gradient, roots: list[GradientEdge], seeds: list[Tensor]) -> None:

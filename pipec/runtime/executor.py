@@ -15,10 +15,10 @@ from pipec.errors import RunError
 from pipec.ir import Kind
 from pipec.runtime.borders import (
     Discard,
-    add_last_to_first,
+    Parcel,
+    compact,
     collect,
     edges,
-    merge_tail,
     pack,
     version,
 )
@@ -83,8 +83,8 @@ class Device:
         while received[route] < count:
             slot, payload = self.channels.receive(route)
             received[route] += 1
-            if type(payload) is dict and store[slot] is not None:
-                store[slot] |= payload  # gradients of other readers are there already
+            if type(payload) is Parcel and store[slot] is not None:
+                store[slot].merge(payload)  # gradients of other readers are there already
             elif payload is not None:
                 store[slot] = payload
 
@@ -107,7 +107,7 @@ class Device:
             step.outputs[index][m] = _bare(select(out, path) if path else out)
         for loss, value in zip(stage.losses, losses, strict=True):
             if value is not None:
-                step.losses[loss.index][m] = value.detach()
+                step.losses[loss.index][m] = value.detach().clone()  # torch's scalar may hold a whole buffer
         if step.probe is not None:
             step.probe(Kind.FORWARD, op.stage, m, [out, losses])
         if op.tape >= 0:
@@ -161,8 +161,8 @@ class Device:
         roots: list[Any] = []
         seeds: list[Tensor] = []
         for edge, slot in zip(tape.edges, op.gradients, strict=True):
-            if slot >= 0 and store[slot]:
-                collect(edge, add_last_to_first(store[slot]), roots, seeds)
+            if slot >= 0 and store[slot] is not None:
+                collect(edge, store[slot].sum(), roots, seeds)
         for loss, edge in zip(stage.losses, tape.losses, strict=True):
             if edge is not None:
                 roots.append(edge)
@@ -182,22 +182,19 @@ class Device:
 
     def _give_back(self, stage: Stage, op: Op, gradients: list[Any]) -> None:
         reads = len(op.returns)
-        for slot, gradient in zip(op.returns, gradients, strict=False):
+        for slot, readers, gradient in zip(op.returns, op.readers, gradients, strict=False):
             if slot >= 0:
                 parcel = self.store[slot]
                 if parcel is None:
-                    parcel = self.store[slot] = {}
-                parcel[op.stage] = gradient
+                    parcel = self.store[slot] = Parcel(readers)
+                parcel.add(op.stage, compact(gradient))
         for index, gradient in zip(stage.inputs, gradients[reads:], strict=True):
             if gradient is not None:
-                self.step.input_gradients[index][op.microbatch][op.stage] = gradient
+                self.step.input_gradients[index][op.microbatch].add(op.stage, gradient)
 
     def copy(self, op: Op) -> None:
         """COPY, the sender's half: hand a value or its gradients to another device."""
-        payload = self.store[op.source]
-        if op.tail and payload:
-            merge_tail(payload, op.tail)
-        self.channels.send(op.route, op.slot, payload)
+        self.channels.send(op.route, op.slot, self.store[op.source])
 
     def update(self, op: Op) -> None:
         """UPDATE: step the optimizer of a stage, or the one of all."""

@@ -58,29 +58,34 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
     values: dict[int, Any] = {}
     made: dict[str, StageCosts] = {}
     sizes: dict[str, int] = {}
+    gradients: dict[str, int] = {}
+    kept: dict[str, int] = {}
     buffers = [(stage, stage.buffers.originals(), stage.buffers.snapshot()) for stage in stages if stage.buffers]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             for stage in stages:
                 read = [values[port] for port in stage.reads] + [packets[index] for index in stage.inputs]
-                out, costs = _measure(stage, read, repeats)
-                for port, path in stage.gives:
+                out, costs, saved = _measure(stage, read, repeats)
+                for (port, path), own in zip(stage.gives, saved, strict=True):
+                    name = spec.graph.values[port].name
                     values[port] = pack(select(out, path))
-                    sizes[spec.graph.values[port].name] = packet_bytes(values[port])
+                    sizes[name] = packet_bytes(values[port])
+                    gradients[name] = packet_bytes(values[port], wanted=True)
+                    kept[name] = own
                 made[stage.name] = costs
         finally:
             for stage, originals, before in buffers:
                 stage.buffers.restore(originals, before)
-    return Costs(stages=made, values=sizes, unit="ms")
+    return Costs(stages=made, values=sizes, gradients=gradients, saved_values=kept, unit="ms")
 
 
-def packet_bytes(packet: Any) -> int:
-    """Bytes of the tensors of a value as it is handed over."""
+def packet_bytes(packet: Any, wanted: bool = False) -> int:
+    """Bytes of the tensors of a value as it is handed over, or of those that get a gradient."""
     leaves = packet.leaves if isinstance(packet, Packed) else [packet]
     storages = {}
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            storages[leaf.untyped_storage()._cdata] = leaf.numel() * leaf.element_size()
+        if isinstance(leaf, Tensor) and (leaf.requires_grad or not wanted):
+            storages[leaf.untyped_storage()._cdata] = leaf.untyped_storage().nbytes()
     return sum(storages.values())
 
 
@@ -88,15 +93,15 @@ def _storages(value: Any) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in flatten(value)[0] if isinstance(leaf, Tensor)}
 
 
-def _measure(stage: Stage, read: list[Any], repeats: int) -> tuple[Any, StageCosts]:
-    """The stage's result and costs: forward, input gradients alone, whole backward; the least of all runs."""
+def _measure(stage: Stage, read: list[Any], repeats: int) -> tuple[Any, StageCosts, list[int]]:
+    """The stage's result, its costs (the least of all runs), and per value it gives the bytes its graph saves."""
     parameters = stage.trainable()
     known = {p.untyped_storage()._cdata for _, p in stage.named_parameters()}
     known |= {buffer.untyped_storage()._cdata for buffer in stage.buffers.originals()}
     forward: list[float] = []
     whole: list[float] = []
     inputs: list[float] = []
-    out, saved = None, 0
+    out, saved, kept = None, 0, [0] * len(stage.gives)
     for number in range(repeats + 2):
         for halves in (False, True):
             packets = list(read)
@@ -108,8 +113,9 @@ def _measure(stage: Stage, read: list[Any], repeats: int) -> tuple[Any, StageCos
             if number == 0:
                 with hooks:
                     out, losses = _run(stage, values)
-                given = {s for _, path in stage.gives for s in _storages(select(out, path))}
-                saved = sum(size for storage, size in hooks.storages.items() if storage not in given)
+                given = [_storages(select(out, path)) for _, path in stage.gives]
+                kept = [sum(hooks.storages.pop(storage, 0) for storage in own) for own in given]
+                saved = sum(hooks.storages.values())
             else:
                 out, losses = _run(stage, values)
             forward.append(time.perf_counter() - begin)
@@ -121,7 +127,7 @@ def _measure(stage: Stage, read: list[Any], repeats: int) -> tuple[Any, StageCos
         forward=best[0], backward_input=best[1], backward_weight=max(best[2] - best[1], 0.0), update=0.0,
         activation_bytes=saved, weight_bytes=sum(p.numel() * p.element_size() for _, p in stage.named_parameters()),
     )
-    return out, costs
+    return out, costs, kept
 
 
 def _run(stage: Stage, values: list[Any]) -> tuple[Any, list[Tensor]]:

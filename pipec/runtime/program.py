@@ -29,13 +29,13 @@ class Op:
         gradients: per value the stage gives, the slot of its gradients, or -1.
         returns: per value the stage reads, the slot its gradient goes to, or -1.
         source, route: of a COPY: the slot it sends and where; ``slot`` is the one it arrives in.
-        tail: of a gradient COPY: the readers whose sum may be formed before sending.
+        readers: per value the stage reads, all stages that send a gradient of it.
         frees: slots that are dead when it has ended.
     """
 
     __slots__ = (
-        "device", "frees", "gives", "gradients", "kind", "microbatch", "reads", "receives", "recomputed", "returns",
-        "route", "slot", "source", "stage", "tail", "tape", "task",
+        "device", "frees", "gives", "gradients", "kind", "microbatch", "reads", "readers", "receives", "recomputed",
+        "returns", "route", "slot", "source", "stage", "tape", "task",
     )
 
     def __init__(self, task: int, kind: Kind, stage: int, microbatch: int, device: int) -> None:
@@ -50,7 +50,7 @@ class Op:
         self.source: Slot = -1
         self.slot: Slot = -1
         self.route: Route = (-1, -1)
-        self.tail: tuple[int, ...] = ()
+        self.readers: tuple[tuple[int, ...], ...] = ()
         self.frees: tuple[Slot, ...] = ()
 
 
@@ -145,8 +145,6 @@ def _op(plan: Plan, task: int, slots: list[_Slots]) -> Op:
         what = Buffer.GRADIENT if table.gradient[task] else Buffer.VALUE
         op.route = (device, peer)
         op.source, op.slot = own.find(what, value, m), slots[peer].find(what, value, m)
-        if table.gradient[task]:
-            op.tail = _tail(plan, value, device)
         return op
     if stage < 0:
         return op
@@ -157,15 +155,6 @@ def _op(plan: Plan, task: int, slots: list[_Slots]) -> Op:
     else:
         op.gradients = tuple(own.find(Buffer.GRADIENT, value, m) for value in info.gives)
         op.returns = tuple(own.find(Buffer.GRADIENT, value, m) for value in info.reads)
+        op.readers = tuple(graph.gradient_readers(value) for value in info.reads)
         op.tape = own.find(Buffer.ACTIVATION, stage, m)
     return op
-
-
-def _tail(plan: Plan, value: int, device: int) -> tuple[int, ...]:
-    """The last gradient readers of ``value``, as long as they are on ``device``."""
-    tail: list[int] = []
-    for reader in reversed(plan.graph.gradient_readers(value)):
-        if plan.stage_device(reader) != device:
-            break
-        tail.append(reader)
-    return tuple(reversed(tail))

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipec.errors import RunError
 from pipec.ir import Kind, Plan
 from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sizes, split
-from pipec.runtime.borders import Gradient, add, add_last_to_first
+from pipec.runtime.borders import Gradient, Parcel, add
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.randomness import Purpose, Randomness, Stream
 from pipec.runtime.result import Result
@@ -93,7 +93,7 @@ class Step:
         self.inputs = batch.packets()
         self.outputs: list[list[Any]] = [[None] * count for _ in spec.outputs]
         self.losses: list[list[Any]] = [[None] * count for _ in spec.losses]
-        self.input_gradients: list[list[dict[int, Gradient]]] = [[{} for _ in range(count)] for _ in spec.inputs]
+        self.input_gradients = [[Parcel(()) for _ in range(count)] for _ in spec.inputs]
         self.snapshots: dict[tuple[int, int], list[Tensor]] = {}
         self.starts: list[int] = [0] * len(plan.table)
         self.ends: list[int] = [0] * len(plan.table)
@@ -128,8 +128,8 @@ class Step:
             leaves = flatten(value)[0]
             if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
                 continue
-            parcels = [add_last_to_first(parcel) if parcel else None for parcel in self.input_gradients[index]]
-            rows = [parcel if isinstance(parcel, list) else [parcel] * len(leaves) for parcel in parcels]
+            sums = [parcel.sum() for parcel in self.input_gradients[index]]
+            rows = [total if isinstance(total, list) else [total] * len(leaves) for total in sums]
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     column = [row[place] for row in rows]
