@@ -64,21 +64,28 @@ def measure(schedule: str, devices: int, microbatches: int, repeat: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
-    print(f"{'schedule':<18}{'devices':>8}{'micro':>7}{'tasks':>9}{'compile':>9}{'verify':>9}{'simulate':>9}{'total':>9}"
-          f"{'us/task':>9}{'MiB':>7}{'ratio':>7}{'/tasks':>8}")
+    print(
+        f"{'schedule':<18}{'devices':>8}{'micro':>7}{'tasks':>9}{'compile':>9}{'verify':>9}{'simulate':>9}{'total':>9}"
+        f"{'us/task':>9}{'MiB':>7}{'ratio':>7}{'/tasks':>8}"
+    )
     for schedule in options.schedules:
         before: Row | None = None
         for devices, microbatches in SHAPES:
             row = measure(schedule, devices, microbatches, options.repeat)
             ratio = row.total / before.total if before else 1.0
             growth = ratio / (row.tasks / before.tasks) if before else 1.0
-            print(f"{schedule:<18}{devices:>8}{microbatches:>7}{row.tasks:>9}{row.compile:>9.3f}{row.verify:>9.3f}"
-                  f"{row.simulate:>9.3f}{row.total:>9.3f}{row.total / row.tasks * 1e6:>9.1f}{row.peak / 2**20:>7.0f}"
-                  f"{ratio:>7.2f}{growth:>8.2f}", flush=True)
+            print(
+                f"{schedule:<18}{devices:>8}{microbatches:>7}{row.tasks:>9}{row.compile:>9.3f}{row.verify:>9.3f}"
+                f"{row.simulate:>9.3f}{row.total:>9.3f}{row.total / row.tasks * 1e6:>9.1f}{row.peak / 2**20:>7.0f}"
+                f"{ratio:>7.2f}{growth:>8.2f}",
+                flush=True,
+            )
             before = row
 
 

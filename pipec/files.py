@@ -12,7 +12,7 @@ from attrs import asdict
 
 from pipec.costs import Costs
 from pipec.errors import PlanError, SpecError
-from pipec.ir import BUFFER_COLUMNS, TABLE_COLUMNS, Buffers, Chunk, Column, Plan, Table, Waits
+from pipec.ir import BUFFER_COLUMNS, TABLE_COLUMNS, Buffers, Chunk, Column, Lane, Lanes, Plan, Table, Waits
 from pipec.spec import Graph, InputInfo, StageInfo, ValueInfo
 
 FORMAT = 1
@@ -67,11 +67,18 @@ def from_dict(given: Any) -> Plan:
         devices, microbatches, at["schedule"].all(str), at["recompute"].all(str),
         None if update.value is None else update.all(str),
         Table(*(at["table"][name].column() for name in TABLE_COLUMNS)),
-        at["lanes"].each(lambda lanes: lanes.each(lambda lane: lane.column())),  # type: ignore[arg-type]
+        at["lanes"].each(_lanes),
         Waits(at["waits"]["start"].column(), at["waits"]["ids"].column()),
         Buffers(*(at["buffers"][name].column() for name in BUFFER_COLUMNS)),
         replicas, slices, costs, update_early=at["update_early"].all(bool),
     )
+
+
+def _lanes(at: _At) -> Lanes:
+    lanes = at.each(lambda lane: lane.column())
+    if len(lanes) != len(Lane):
+        raise PlanError(f"{at.name}: expected {len(Lane)} lanes, got {len(lanes)}")
+    return lanes[Lane.COMPUTE], lanes[Lane.OUT], lanes[Lane.IN]
 
 
 class _At:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -96,8 +97,11 @@ def plans(draw: Any, training: bool | None = None, most: int = 6, **options: Any
     kinds = ["linear", "mapping", "looped"] + (["v"] if len(stages) >= 2 * devices else [])
     placement: Any = draw(st.sampled_from(kinds))
     if placement == "mapping":
-        extra = draw(st.lists(st.integers(0, devices - 1), min_size=len(stages) - devices,
-                              max_size=len(stages) - devices))
+        extra = draw(
+            st.lists(
+                st.integers(0, devices - 1), min_size=len(stages) - devices, max_size=len(stages) - devices
+            )
+        )
         placement = dict(zip(stages, draw(st.permutations([*range(devices), *extra])), strict=True))
     forward_only = draw(st.booleans()) if training is None else not training
     schedule: Any = draw(st.sampled_from(["gpipe", "1f1b", "random"]))
@@ -108,8 +112,16 @@ def plans(draw: Any, training: bool | None = None, most: int = 6, **options: Any
     update = draw(st.sampled_from([None, "stage", "all"]))
     early = update == "stage" and draw(st.booleans())
     return pipec.compile(
-        net, devices, draw(st.integers(1, most)), schedule, placement=placement, recompute=recompute,
-        update=update, update_early=early, forward_only=forward_only, **options,
+        net,
+        devices,
+        draw(st.integers(1, most)),
+        schedule,
+        placement=placement,
+        recompute=recompute,
+        update=update,
+        update_early=early,
+        forward_only=forward_only,
+        **options,
     )
 
 
@@ -119,7 +131,7 @@ def needs(plan: Plan) -> list[set[int]]:
     for lanes in plan.lanes:
         for lane in Lane:
             ids = lanes[lane].tolist()
-            for earlier, later in zip(ids[:-1], ids[1:], strict=True):
+            for earlier, later in itertools.pairwise(ids):
                 made[later].add(earlier)
     return made
 

@@ -14,8 +14,14 @@ def test_durations() -> None:
     costs = pipec.Costs(2, 3, 4, update=7, stages={"a": {"forward": 5, "backward_weight": 0}})
     table = {kind: (costs.duration(kind, "a"), costs.duration(kind, "b")) for kind in Kind}
     assert table == {
-        Kind.FORWARD: (5, 2), Kind.RECOMPUTE: (5, 2), Kind.BACKWARD: (3, 7), Kind.BACKWARD_INPUT: (3, 3),
-        Kind.BACKWARD_WEIGHT: (0, 4), Kind.COPY: (0, 0), Kind.REDUCE: (0, 0), Kind.UPDATE: (7, 7),
+        Kind.FORWARD: (5, 2),
+        Kind.RECOMPUTE: (5, 2),
+        Kind.BACKWARD: (3, 7),
+        Kind.BACKWARD_INPUT: (3, 3),
+        Kind.BACKWARD_WEIGHT: (0, 4),
+        Kind.COPY: (0, 0),
+        Kind.REDUCE: (0, 0),
+        Kind.UPDATE: (7, 7),
     }
 
 
@@ -33,23 +39,33 @@ def test_value_bytes() -> None:
 
 
 def test_with_stages_keeps_the_others() -> None:
-    costs = pipec.Costs(stages={"a": {"forward": 2}, "b": {"forward": 3}}).with_stages({"b": pipec.StageCosts(4)})
+    costs = pipec.Costs(stages={"a": {"forward": 2}, "b": {"forward": 3}}).with_stages(
+        {"b": pipec.StageCosts(4)}
+    )
     assert [costs.duration(Kind.FORWARD, s) for s in "ab"] == [2, 4]
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: pipec.Costs(forward=-1), "costs: forward must not be negative, got -1"),
-    (lambda: pipec.Costs(latency=float("nan")), "costs: latency must not be negative, got nan"),
-    (lambda: pipec.Costs(bandwidth=0), "costs: bandwidth must be positive, got 0"),
-    (lambda: pipec.Costs(stages={"a": {"forwards": 1}}),
-     "costs of stage 'a': unknown forwards; known are forward, backward_input, backward_weight, recompute, update, "
-     "activation_bytes, output_bytes, weight_bytes"),
-    (lambda: pipec.Costs(stages={"a": {"forward": -2}}),
-     "costs of stage 'a': forward must not be negative, got -2"),
-    (lambda: pipec.Costs(values={"a": -2}), "costs of value 'a': bytes must not be negative, got -2"),
-    (lambda: pipec.Costs(stages={"a": 3}), "costs of stage 'a': expected a mapping or StageCosts, got 3"),
-    (lambda: pipec.activations(0), "activations: the limit must be positive, got 0"),
-])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pipec.Costs(forward=-1), "costs: forward must not be negative, got -1"),
+        (lambda: pipec.Costs(latency=float("nan")), "costs: latency must not be negative, got nan"),
+        (lambda: pipec.Costs(bandwidth=0), "costs: bandwidth must be positive, got 0"),
+        (
+            lambda: pipec.Costs(stages={"a": {"forwards": 1}}),
+            "costs of stage 'a': unknown forwards; known are forward, backward_input, backward_weight, "
+            "recompute, update, "
+            "activation_bytes, output_bytes, weight_bytes",
+        ),
+        (
+            lambda: pipec.Costs(stages={"a": {"forward": -2}}),
+            "costs of stage 'a': forward must not be negative, got -2",
+        ),
+        (lambda: pipec.Costs(values={"a": -2}), "costs of value 'a': bytes must not be negative, got -2"),
+        (lambda: pipec.Costs(stages={"a": 3}), "costs of stage 'a': expected a mapping or StageCosts, got 3"),
+        (lambda: pipec.activations(0), "activations: the limit must be positive, got 0"),
+    ],
+)
 def test_mistakes(make: Any, message: str) -> None:
     with pytest.raises(pipec.SpecError) as error:
         make()

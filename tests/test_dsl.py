@@ -52,20 +52,34 @@ def test_every_mistake_in_one_error_with_its_line() -> None:
     net.loss("mse", F.mse_loss, b, reduction="max")
     net.stage("alone", Add(), x)
     assert problems(net) == [
-        ("input 'x': split must be a dimension or None, got 'rows'",
-         'x = net.input("x", split="rows")  # type: ignore[arg-type]'),
+        (
+            "input 'x': split must be a dimension or None, got 'rows'",
+            'x = net.input("x", split="rows")  # type: ignore[arg-type]',
+        ),
         ("stage 'a': got the class Add; pass an instance, Add(...)", 'a = net.stage("a", Add, x)'),
-        ("stage 'a' is declared twice; give each stage a name of its own",
-         'b = net.stage("a", 3, a)  # type: ignore[arg-type]'),
-        ("stage 'a': expected a module, a function or None, got int 3",
-         'b = net.stage("a", 3, a)  # type: ignore[arg-type]'),
-        ("loss 'mse': reduction must be 'mean' or 'sum', got 'max'",
-         'net.loss("mse", F.mse_loss, b, reduction="max")'),
-        ("loss 'mse': mse_loss" + str(__import__("inspect").signature(F.mse_loss))
-         + " cannot be called so: missing a required argument: 'target'",
-         'net.loss("mse", F.mse_loss, b, reduction="max")'),
-        ("stage 'alone': nothing reads its value; pass it to a stage or a loss, declare it with output(...), or "
-         "remove the stage", 'net.stage("alone", Add(), x)'),
+        (
+            "stage 'a' is declared twice; give each stage a name of its own",
+            'b = net.stage("a", 3, a)  # type: ignore[arg-type]',
+        ),
+        (
+            "stage 'a': expected a module, a function or None, got int 3",
+            'b = net.stage("a", 3, a)  # type: ignore[arg-type]',
+        ),
+        (
+            "loss 'mse': reduction must be 'mean' or 'sum', got 'max'",
+            'net.loss("mse", F.mse_loss, b, reduction="max")',
+        ),
+        (
+            "loss 'mse': mse_loss"
+            + str(__import__("inspect").signature(F.mse_loss))
+            + " cannot be called so: missing a required argument: 'target'",
+            'net.loss("mse", F.mse_loss, b, reduction="max")',
+        ),
+        (
+            "stage 'alone': nothing reads its value; pass it to a stage or a loss, declare it with output(...), or "
+            "remove the stage",
+            'net.stage("alone", Add(), x)',
+        ),
     ]
 
 
@@ -73,57 +87,110 @@ def test_no_stage() -> None:
     assert only(pipec.Pipeline("net")) == "it has no stage; add one with stage(name, module, value)"
 
 
-@pytest.mark.parametrize(("mistake", "message"), [
-    (lambda n, x, v: n.input("x"), "input 'x' is declared twice; give each input a name of its own"),
-    (lambda n, x, v: n.stage("s", Add(), v, v, 1.0, 2.0),
-     "stage 's': Add(x: 'Any', y: 'Any' = None, scale: 'float' = 1.0) -> 'Any' cannot be called so: too many positional "
-     "arguments"),
-    (lambda n, x, v: n.stage("s", Add(), v, gain=2.0),
-     "stage 's': Add(x: 'Any', y: 'Any' = None, scale: 'float' = 1.0) -> 'Any' cannot be called so: got an unexpected "
-     "keyword argument 'gain'"),
-    (lambda n, x, v: n.stage("s", Add(), "first"),
-     "stage 's' reads no value: pass an input or another stage's result; the string 'first' is no value, "
-     "stage('first', ...) returned it"),
-    (lambda n, x, v: n.stage("s", Add(), 3), "stage 's' reads no value: pass an input or another stage's result"),
-    (lambda n, x, v: n.stage("s", Add(), v, pipec.skip("first")),
-     "stage 's': skip: expected a value of this pipeline, got the string 'first'; pass the value that "
-     "stage('first', ...) returned"),
-    (lambda n, x, v: n.stage("s", Add(), v, pipec.skip("skips")),
-     "stage 's': skip: expected a value of this pipeline, got the string 'skips'"),
-    (lambda n, x, v: n.stage("s", Add(), v, pipec.skip(7)),
-     "stage 's': skip: expected what input(...) or stage(...) returned, got int 7"),
-    (lambda n, x, v: n.stage("s", Add(), v, pipec.Pipeline("other").input("y")),
-     "stage 's': y belongs to another pipeline, 'other'"),
-    (lambda n, x, v: n.stage("", Add(), v), "stage: a name is a non-empty string, got ''"),
-    (lambda n, x, v: n.stage(7, Add(), v), "stage: a name is a non-empty string, got 7"),
-    (lambda n, x, v: n.stage("s", Add(), v, outputs=0), "stage 's': outputs must be a positive number, got 0"),
-    (lambda n, x, v: n.stage("s", Add(), v, device=-1),
-     "stage 's': device is a logical index 0, 1, ..., got -1"),
-    (lambda n, x, v: n.stage("s", Add(), v, device="cuda:0"),
-     "stage 's': device is a logical index 0, 1, ..., got 'cuda:0'"),
-    (lambda n, x, v: n.output("first"),
-     "output: expected a value of this pipeline, got the string 'first'; pass the value that stage('first', ...) returned"),
-    (lambda n, x, v: n.output(x),
-     "output x is an input of the pipeline; only what a stage returns can be an output"),
-    (lambda n, x, v: n.output(v), "output 'first' is declared twice; give each output a name of its own"),
-    (lambda n, x, v: n.loss("l", 3, v), "loss 'l': expected a function or a module, got int 3"),
-    (lambda n, x, v: n.loss("l", None, x), "loss 'l' reads no stage: pass a stage's result"),
-    (lambda n, x, v: n.loss("l", None, "first"),
-     "loss 'l' reads no stage: pass a stage's result; the string 'first' is no value, stage('first', ...) returned it"),
-    (lambda n, x, v: n.loss("l", None, pipec.Pipeline("other").input("y")),
-     "loss 'l': y belongs to another pipeline, 'other'"),
-    (lambda n, x, v: n.loss("l", None, v, reduction="none"),
-     "loss 'l': reduction must be 'mean' or 'sum', got 'none'"),
-    (lambda n, x, v: n.loss("l", None, v, reduction="mean", count=lambda x: 1),
-     "loss 'l': with count= the loss must be a sum; drop reduction='mean'"),
-    (lambda n, x, v: n.loss("l", None, v, count=lambda tokens: 1),
-     "loss 'l': count takes 'tokens', which is no input; the inputs are x"),
-    (lambda n, x, v: n.loss("l", None, v, count=3),
-     "loss 'l': count must be a function of the pipeline's inputs, got int 3"),
-    (lambda n, x, v: n.input("unused"),
-     "input 'unused' is never read; pass it to a stage or a loss, or remove it"),
-    (lambda n, x, v: n.output(v[0], name="first"), "output 'first' is declared twice; give each output a name of its own"),
-], ids=lambda case: case[:40] if isinstance(case, str) else "")
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda n, x, v: n.input("x"), "input 'x' is declared twice; give each input a name of its own"),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, v, 1.0, 2.0),
+            "stage 's': Add(x: 'Any', y: 'Any' = None, scale: 'float' = 1.0) -> 'Any' "
+            "cannot be called so: too many positional "
+            "arguments",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, gain=2.0),
+            "stage 's': Add(x: 'Any', y: 'Any' = None, scale: 'float' = 1.0) -> 'Any' "
+            "cannot be called so: got an unexpected "
+            "keyword argument 'gain'",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), "first"),
+            "stage 's' reads no value: pass an input or another stage's result; the string 'first' is no value, "
+            "stage('first', ...) returned it",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), 3),
+            "stage 's' reads no value: pass an input or another stage's result",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, pipec.skip("first")),
+            "stage 's': skip: expected a value of this pipeline, got the string 'first'; pass the value that "
+            "stage('first', ...) returned",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, pipec.skip("skips")),
+            "stage 's': skip: expected a value of this pipeline, got the string 'skips'",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, pipec.skip(7)),
+            "stage 's': skip: expected what input(...) or stage(...) returned, got int 7",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, pipec.Pipeline("other").input("y")),
+            "stage 's': y belongs to another pipeline, 'other'",
+        ),
+        (lambda n, x, v: n.stage("", Add(), v), "stage: a name is a non-empty string, got ''"),
+        (lambda n, x, v: n.stage(7, Add(), v), "stage: a name is a non-empty string, got 7"),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, outputs=0),
+            "stage 's': outputs must be a positive number, got 0",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, device=-1),
+            "stage 's': device is a logical index 0, 1, ..., got -1",
+        ),
+        (
+            lambda n, x, v: n.stage("s", Add(), v, device="cuda:0"),
+            "stage 's': device is a logical index 0, 1, ..., got 'cuda:0'",
+        ),
+        (
+            lambda n, x, v: n.output("first"),
+            "output: expected a value of this pipeline, got the string 'first'; pass the value that "
+            "stage('first', ...) returned",
+        ),
+        (
+            lambda n, x, v: n.output(x),
+            "output x is an input of the pipeline; only what a stage returns can be an output",
+        ),
+        (lambda n, x, v: n.output(v), "output 'first' is declared twice; give each output a name of its own"),
+        (lambda n, x, v: n.loss("l", 3, v), "loss 'l': expected a function or a module, got int 3"),
+        (lambda n, x, v: n.loss("l", None, x), "loss 'l' reads no stage: pass a stage's result"),
+        (
+            lambda n, x, v: n.loss("l", None, "first"),
+            "loss 'l' reads no stage: pass a stage's result; the string 'first' is no value, "
+            "stage('first', ...) returned it",
+        ),
+        (
+            lambda n, x, v: n.loss("l", None, pipec.Pipeline("other").input("y")),
+            "loss 'l': y belongs to another pipeline, 'other'",
+        ),
+        (
+            lambda n, x, v: n.loss("l", None, v, reduction="none"),
+            "loss 'l': reduction must be 'mean' or 'sum', got 'none'",
+        ),
+        (
+            lambda n, x, v: n.loss("l", None, v, reduction="mean", count=lambda x: 1),
+            "loss 'l': with count= the loss must be a sum; drop reduction='mean'",
+        ),
+        (
+            lambda n, x, v: n.loss("l", None, v, count=lambda tokens: 1),
+            "loss 'l': count takes 'tokens', which is no input; the inputs are x",
+        ),
+        (
+            lambda n, x, v: n.loss("l", None, v, count=3),
+            "loss 'l': count must be a function of the pipeline's inputs, got int 3",
+        ),
+        (
+            lambda n, x, v: n.input("unused"),
+            "input 'unused' is never read; pass it to a stage or a loss, or remove it",
+        ),
+        (
+            lambda n, x, v: n.output(v[0], name="first"),
+            "output 'first' is declared twice; give each output a name of its own",
+        ),
+    ],
+    ids=lambda case: case[:40] if isinstance(case, str) else "",
+)
 def test_one_mistake(mistake: Any, message: str) -> None:
     net, x, first = started()
     made = mistake(net, x, first)
@@ -173,13 +240,20 @@ def test_values_select_and_print() -> None:
     x = net.input("x")
     pair = net.stage("pair", None, x, outputs=2)
     left, right = pair
-    assert (repr(x), repr(left), repr(right), repr(pair["h"][0])) == ("x", "pair[0]", "pair[1]", "pair['h'][0]")
+    assert (repr(x), repr(left), repr(right), repr(pair["h"][0])) == (
+        "x",
+        "pair[0]",
+        "pair[1]",
+        "pair['h'][0]",
+    )
     assert repr(pair[-1]) == "pair[1]"
     assert len(pair) == 2
     assert bool(net.stage("one", None, x))
 
 
-@pytest.mark.parametrize("name", ['say "hi"', "two\nlines", "héé→日本", " ", "a b", "%1", "F0:s1", "1", "{x}", "\\"])
+@pytest.mark.parametrize(
+    "name", ['say "hi"', "two\nlines", "héé→日本", " ", "a b", "%1", "F0:s1", "1", "{x}", "\\"]
+)
 def test_names_may_hold_any_characters(name: str) -> None:
     net = pipec.Pipeline(name)
     x = net.input(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import any_order, pipelines, pipeline, plans, unet
+from plans import any_order, pipeline, pipelines, plans, unet
 
 import pipec
 from pipec.compiler import forward_plan
@@ -26,9 +27,15 @@ GOLDEN: dict[str, Callable[[], Plan]] = {
     "recompute-some": lambda: pipec.compile(pipec.chain(3), 3, 3, "gpipe", recompute={"s0": "always"}),
     "update-early": lambda: pipec.compile(pipec.chain(2), 2, 2, update="stage", update_early=True),
     "looped": lambda: pipec.compile(pipec.chain(4), 2, 2, placement="looped", update="all"),
-    "split": lambda: pipec.compile(pipec.chain(2), 2, 2, lambda p: [
-        [F(0, 0), F(0, 1), I(0, 0), I(0, 1), W(0, 0), W(0, 1)], [F(1, 0), I(1, 0), F(1, 1), I(1, 1), W(1, 0), W(1, 1)]
-    ]),
+    "split": lambda: pipec.compile(
+        pipec.chain(2),
+        2,
+        2,
+        lambda p: [
+            [F(0, 0), F(0, 1), I(0, 0), I(0, 1), W(0, 0), W(0, 1)],
+            [F(1, 0), I(1, 0), F(1, 1), I(1, 1), W(1, 0), W(1, 1)],
+        ],
+    ),
     "forward-only": lambda: pipec.compile(unet(1), 2, 2, forward_only=True),
 }
 
@@ -41,7 +48,9 @@ def test_golden(name: str, golden: Callable[[str, str], None]) -> None:
 # -- place -----------------------------------------------------------------------------------------------------
 
 
-def chunks(net: pipec.Pipeline, devices: int, *args: Any, **options: Any) -> list[tuple[int, tuple[int, ...]]]:
+def chunks(
+    net: pipec.Pipeline, devices: int, *args: Any, **options: Any
+) -> list[tuple[int, tuple[int, ...]]]:
     return [(c.device, c.stages) for c in place(net.spec, devices, *args, **options)]
 
 
@@ -62,7 +71,9 @@ def test_stages_may_carry_their_devices() -> None:
     value = net.stage("c", None, value)
     net.loss("l", None, net.stage("d", None, value, device=0))
     assert chunks(net, 2) == [(0, (0,)), (1, (1, 2)), (0, (3,))]
-    with pytest.raises(pipec.ScheduleError, match="stages carry device=, so placement='v' cannot be given as well"):
+    with pytest.raises(
+        pipec.ScheduleError, match="stages carry device=, so placement='v' cannot be given as well"
+    ):
         place(net.spec, 2, "v")
 
 
@@ -84,34 +95,56 @@ def test_balance_is_optimal(weights: list[int], data: st.DataObject) -> None:
 
     def heaviest(cuts: tuple[int, ...]) -> int:
         bounds = (0, *cuts, len(weights))
-        return max(sum(weights[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        return max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
 
     found = heaviest(tuple(np.cumsum(sizes)[:-1].tolist()))
     assert found == min(heaviest(cuts) for cuts in combinations(range(1, len(weights)), parts - 1))
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"placement": "spiral"}, "unknown placement 'spiral'; known are linear, looped, v, a mapping from stage names to "
-     "devices, or one device per stage"),
-    ({"placement": 3}, "placement must be a name, a mapping or a list of devices, got 3"),
-    ({"placement": [0, 1]}, "placement lists 2 devices, but pipeline 'chain' has 3 stages"),
-    ({"placement": {"s0": 0, "s2": 1, "mid": 1}},
-     "placement of pipeline 'chain': stage 's1' has no device; 'mid' is no stage"),
-    ({"devices": 4}, "pipeline 'chain' has 3 stages, too few for 4 devices, which need 4; compile for at most 3 devices "
-     "or declare more stages"),
-    ({"placement": "v"}, "pipeline 'chain' has 3 stages, too few for 2 devices with 2 chunks each, which need 4; compile "
-     "for at most 1 devices or declare more stages"),
-    ({"placement": "looped", "chunks": -1}, "chunks must be at least 1 per device, got -1"),
-    ({"placement": "linear", "chunks": 2}, "placement 'linear' has 1 chunks per device, but chunks=2"),
-    ({"devices": 0}, "devices must be a whole number of at least 1, got 0"),
-    ({"microbatches": 1.5}, "microbatches must be a whole number of at least 1, got 1.5"),
-    ({"recompute": "sometimes"}, "recompute: unknown mode 'sometimes'; modes are never, always, except_last"),
-    ({"recompute": {"mid": "always", "s0": "often"}},
-     "recompute: 'mid' is no stage; unknown mode 'often'; modes are never, always, except_last"),
-    ({"recompute": 3}, "recompute must be never, always, except_last, or a mapping from stage names, got 3"),
-    ({"update": "often"}, "update must be None, 'stage' or 'all', got 'often'"),
-    ({"update": "all", "update_early": True}, "update_early=True needs update='stage', got update='all'"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"placement": "spiral"},
+            "unknown placement 'spiral'; known are linear, looped, v, a mapping from stage names to "
+            "devices, or one device per stage",
+        ),
+        ({"placement": 3}, "placement must be a name, a mapping or a list of devices, got 3"),
+        ({"placement": [0, 1]}, "placement lists 2 devices, but pipeline 'chain' has 3 stages"),
+        (
+            {"placement": {"s0": 0, "s2": 1, "mid": 1}},
+            "placement of pipeline 'chain': stage 's1' has no device; 'mid' is no stage",
+        ),
+        (
+            {"devices": 4},
+            "pipeline 'chain' has 3 stages, too few for 4 devices, which need 4; compile for at most 3 devices "
+            "or declare more stages",
+        ),
+        (
+            {"placement": "v"},
+            "pipeline 'chain' has 3 stages, too few for 2 devices with 2 chunks each, which need 4; compile "
+            "for at most 1 devices or declare more stages",
+        ),
+        ({"placement": "looped", "chunks": -1}, "chunks must be at least 1 per device, got -1"),
+        ({"placement": "linear", "chunks": 2}, "placement 'linear' has 1 chunks per device, but chunks=2"),
+        ({"devices": 0}, "devices must be a whole number of at least 1, got 0"),
+        ({"microbatches": 1.5}, "microbatches must be a whole number of at least 1, got 1.5"),
+        (
+            {"recompute": "sometimes"},
+            "recompute: unknown mode 'sometimes'; modes are never, always, except_last",
+        ),
+        (
+            {"recompute": {"mid": "always", "s0": "often"}},
+            "recompute: 'mid' is no stage; unknown mode 'often'; modes are never, always, except_last",
+        ),
+        (
+            {"recompute": 3},
+            "recompute must be never, always, except_last, or a mapping from stage names, got 3",
+        ),
+        ({"update": "often"}, "update must be None, 'stage' or 'all', got 'often'"),
+        ({"update": "all", "update_early": True}, "update_early=True needs update='stage', got update='all'"),
+    ],
+)
 def test_choices_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(pipec.ScheduleError) as error:
         pipec.compile(pipec.chain(3), **{"devices": 2, "microbatches": 2} | options)
@@ -156,14 +189,19 @@ def test_chunks_expand_to_stages_backwards_in_reverse() -> None:
 
 def test_an_order_that_deadlocks_tells_where_every_device_stands() -> None:
     with pytest.raises(pipec.PlanError) as error:
-        pipec.compile(pipec.chain(2), 2, 2, lambda p: [
-            [F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 1), F(1, 0), B(1, 1), B(1, 0)]
-        ])
-    assert str(error.value) == "\n".join([
-        "schedule '<lambda>' deadlocks:",
-        "  device 0 stands at 0B0, which waits for 1B0 (device 1)",
-        "  device 1 stands at 1F1, which waits for 0F1 (device 0)",
-    ])
+        pipec.compile(
+            pipec.chain(2),
+            2,
+            2,
+            lambda p: [[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 1), F(1, 0), B(1, 1), B(1, 0)]],
+        )
+    assert str(error.value) == "\n".join(
+        [
+            "schedule '<lambda>' deadlocks:",
+            "  device 0 stands at 0B0, which waits for 1B0 (device 1)",
+            "  device 1 stands at 1F1, which waits for 0F1 (device 0)",
+        ]
+    )
 
 
 @given(plans())
@@ -205,7 +243,9 @@ def test_recompute_modes_say_how_often() -> None:
         for mode, often in (("never", 0), ("except_last", 3), ("always", 4)):
             plan = pipec.compile(pipec.chain(2), 2, 4, schedule, recompute=mode)
             assert counts(plan, Kind.RECOMPUTE) == [often, often]
-        assert counts(pipec.compile(pipec.chain(2), 2, 1, schedule, recompute="except_last"), Kind.RECOMPUTE) == [0, 0]
+        assert counts(
+            pipec.compile(pipec.chain(2), 2, 1, schedule, recompute="except_last"), Kind.RECOMPUTE
+        ) == [0, 0]
     plan = pipec.compile(pipec.chain(3), 3, 4, recompute={"s1": "always", "s2": "except_last"})
     assert counts(plan, Kind.RECOMPUTE) == [0, 4, 3]
 
@@ -246,7 +286,11 @@ def test_updates() -> None:
     timeline = early.simulate(pipec.Costs(update=1))
     last = int(np.flatnonzero((early.table.kind == Kind.UPDATE) & (early.table.stage == 2))[0])
     assert timeline.end[last] < timeline.makespan
-    assert counts(pipec.compile(pipec.chain(3), 3, 2, forward_only=True, update="stage"), Kind.UPDATE) == [0, 0, 0]
+    assert counts(pipec.compile(pipec.chain(3), 3, 2, forward_only=True, update="stage"), Kind.UPDATE) == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_a_value_is_copied_once_per_reading_device_and_its_gradient_comes_back_once() -> None:
@@ -267,10 +311,20 @@ def test_copies_go_straight_and_once(plan: Plan) -> None:
         for m in range(plan.microbatches):
             wanted |= {(v, False, home, homes[r], m) for r in info.readers if homes[r] != home}
             if plan.training:
-                wanted |= {(v, True, homes[r], home, m) for r in plan.graph.gradient_readers(v) if homes[r] != home}
+                wanted |= {
+                    (v, True, homes[r], home, m) for r in plan.graph.gradient_readers(v) if homes[r] != home
+                }
     table = plan.table
-    rows = [(int(table.value[i]), bool(table.gradient[i]), int(table.device[i]), int(table.peer[i]),
-             int(table.microbatch[i])) for i in np.flatnonzero(table.kind == Kind.COPY)]
+    rows = [
+        (
+            int(table.value[i]),
+            bool(table.gradient[i]),
+            int(table.device[i]),
+            int(table.peer[i]),
+            int(table.microbatch[i]),
+        )
+        for i in np.flatnonzero(table.kind == Kind.COPY)
+    ]
     assert len(rows) == len(set(rows))
     assert set(rows) == wanted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan
 from pipec.timeline import Timeline, show_bytes
 
 
-def compiled(devices: int, microbatches: int, schedule: str, costs: pipec.Costs | None = None, **options: Any) -> Timeline:
+def compiled(
+    devices: int, microbatches: int, schedule: str, costs: pipec.Costs | None = None, **options: Any
+) -> Timeline:
     return pipec.compile(pipec.chain(devices), devices, microbatches, schedule, **options).simulate(costs)
 
 
@@ -26,7 +29,9 @@ SHAPES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 2), (4, 8), (4, 3), (8, 16), (5, 7
 
 
 @pytest.mark.parametrize(("P", "M"), SHAPES)
-@pytest.mark.parametrize(("F", "B", "W", "c"), [(1, 1, 1, 0), (2, 3, 0.5, 0), (1, 1, 1, 0.25), (18.522, 18.086, 9.337, 0.601)])
+@pytest.mark.parametrize(
+    ("F", "B", "W", "c"), [(1, 1, 1, 0), (2, 3, 0.5, 0), (1, 1, 1, 0.25), (18.522, 18.086, 9.337, 0.601)]
+)
 def test_gpipe_bubble(P: int, M: int, F: float, B: float, W: float, c: float) -> None:
     """Bubble (P-1)(F+B+W) + 2(P-1)c; a device holds M activations (GPipe, arXiv 1811.06965, section 2.3)."""
     timeline = compiled(P, M, "gpipe", pipec.Costs(F, B, W, latency=c))
@@ -44,27 +49,35 @@ def test_1f1b_bubble(P: int, M: int, F: float, B: float, W: float) -> None:
     assert timeline.peak_share == [float(min(M, P - s)) for s in range(P)]
 
 
-@pytest.mark.parametrize(("cost", "P", "M", "makespan"), [
-    ((1, 1, 1, 0), 4, 8, 33.0),
-    ((1, 1, 1, 0), 8, 16, 69.0),
-    ((1, 1, 1, 0.1), 4, 8, 34.6),
-    ((1, 18.086 / 18.522, 9.337 / 18.522, 0.601 / 18.522), 8, 32, 98.95),
-])
+@pytest.mark.parametrize(
+    ("cost", "P", "M", "makespan"),
+    [
+        ((1, 1, 1, 0), 4, 8, 33.0),
+        ((1, 1, 1, 0), 8, 16, 69.0),
+        ((1, 1, 1, 0.1), 4, 8, 34.6),
+        ((1, 18.086 / 18.522, 9.337 / 18.522, 0.601 / 18.522), 8, 32, 98.95),
+    ],
+)
 def test_1f1b_makespan_of_other_schedulers(cost: tuple[float, ...], P: int, M: int, makespan: float) -> None:
     """Costs F, B, W and latency c. With c > 0 the steady state of 1F1B pays hand-overs that no closed form gives."""
     timeline = compiled(P, M, "1f1b", pipec.Costs(*cost[:3], latency=cost[3]))
     assert timeline.makespan == pytest.approx(makespan, abs=0.005)
 
 
-@pytest.mark.parametrize(("P", "M", "cost", "rate"), [
-    (8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431),
-    (8, 64, (18.546, 18.097, 9.321, 0.762), 0.1240),
-    (8, 32, (29.802, 29.428, 19.530, 0.577), 0.1898),
-    (16, 48, (11.347, 11.248, 8.132, 0.377), 0.2552),
-    (32, 96, (10.419, 10.207, 7.715, 0.408), 0.2646),
-    (32, 256, (10.402, 10.248, 7.698, 0.460), 0.1352),
-])
-def test_1f1b_bubble_rates_of_the_zero_bubble_paper(P: int, M: int, cost: tuple[float, ...], rate: float) -> None:
+@pytest.mark.parametrize(
+    ("P", "M", "cost", "rate"),
+    [
+        (8, 24, (18.522, 18.086, 9.337, 0.601), 0.2431),
+        (8, 64, (18.546, 18.097, 9.321, 0.762), 0.1240),
+        (8, 32, (29.802, 29.428, 19.530, 0.577), 0.1898),
+        (16, 48, (11.347, 11.248, 8.132, 0.377), 0.2552),
+        (32, 96, (10.419, 10.207, 7.715, 0.408), 0.2646),
+        (32, 256, (10.402, 10.248, 7.698, 0.460), 0.1352),
+    ],
+)
+def test_1f1b_bubble_rates_of_the_zero_bubble_paper(
+    P: int, M: int, cost: tuple[float, ...], rate: float
+) -> None:
     """Rate 1 - M(F+B+W)/span with the profiled costs of arXiv 2401.10241, tables 5 and 9."""
     F, B, W, c = cost
     timeline = compiled(P, M, "1f1b", pipec.Costs(F, B, W, latency=c))
@@ -94,11 +107,13 @@ def slow_clock(plan: Plan, costs: pipec.Costs) -> tuple[list[float], list[float]
 
     spans = [duration(t) for t in tasks]
     arrival = [costs.latency if t.kind is Kind.COPY else 0.0 for t in tasks]
-    before: list[list[tuple[int, float]]] = [[(int(w), arrival[int(w)]) for w in plan.waits.of(i)] for i in range(len(plan))]
+    before: list[list[tuple[int, float]]] = [
+        [(int(w), arrival[int(w)]) for w in plan.waits.of(i)] for i in range(len(plan))
+    ]
     for lanes in plan.lanes:
         for lane in Lane:
             on_lane = [i for i in lanes[lane].tolist() if lane is Lane.COMPUTE or spans[i] > 0]
-            for earlier, later in zip(on_lane, on_lane[1:], strict=False):
+            for earlier, later in itertools.pairwise(on_lane):
                 before[later].append((earlier, 0.0))
     start = [0.0] * len(plan)
     moved = True
@@ -116,13 +131,23 @@ def costs_of(draw: Any) -> pipec.Costs:
     times = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.25])
     sizes = st.sampled_from([0, 1, 4, 9])
     stages = {
-        f"s{s}": {"forward": draw(times), "backward_weight": draw(times), "output_bytes": draw(sizes),
-                  "activation_bytes": draw(sizes)}
+        f"s{s}": {
+            "forward": draw(times),
+            "backward_weight": draw(times),
+            "output_bytes": draw(sizes),
+            "activation_bytes": draw(sizes),
+        }
         for s in range(6)
     }
     return pipec.Costs(
-        draw(times), draw(times), draw(times), draw(st.none() | times), draw(times), draw(times),
-        draw(st.none() | st.sampled_from([0.5, 3.0])), stages,
+        draw(times),
+        draw(times),
+        draw(times),
+        draw(st.none() | times),
+        draw(times),
+        draw(times),
+        draw(st.none() | st.sampled_from([0.5, 3.0])),
+        stages,
     )
 
 
@@ -169,7 +194,9 @@ def test_definitions(plan: Plan, costs: pipec.Costs) -> None:
         assert timeline.busy == pytest.approx([w / timeline.makespan for w in working])
     assert timeline.copies == sum(t.kind is Kind.COPY for t in tasks)
     assert timeline.copy_bytes == sum(
-        timeline.costs.stages[plan.graph.stages[t.stage].name].output_bytes or 0 for t in tasks if t.kind is Kind.COPY
+        timeline.costs.stages[plan.graph.stages[t.stage].name].output_bytes or 0
+        for t in tasks
+        if t.kind is Kind.COPY
     )
 
 
@@ -191,10 +218,19 @@ def test_memory_against_counting(plan: Plan, costs: pipec.Costs) -> None:
         assert weights[number] == size
     for device in range(plan.devices):
         own = [i for i in range(len(buffers)) if buffers.device[i] == device]
-        times = sorted({float(t) for i in own for t in (timeline.start[buffers.writer[i]], timeline.end[buffers.free[i]])})
+        times = sorted(
+            {
+                float(t)
+                for i in own
+                for t in (timeline.start[buffers.writer[i]], timeline.end[buffers.free[i]])
+            }
+        )
         levels = {
-            t: sum(weights[i] for i in own
-                   if timeline.start[buffers.writer[i]] <= t < timeline.end[buffers.free[i]])
+            t: sum(
+                weights[i]
+                for i in own
+                if timeline.start[buffers.writer[i]] <= t < timeline.end[buffers.free[i]]
+            )
             for t in times
         }
         at, level = timeline.memory(device, weights)
@@ -212,7 +248,7 @@ def test_critical_path_is_unbroken(plan: Plan, costs: pipec.Costs) -> None:
     path = timeline.critical_path
     assert timeline.start[path[0]] == 0
     assert timeline.end[path[-1]] == timeline.makespan
-    for before, after in zip(path[:-1], path[1:], strict=True):
+    for before, after in itertools.pairwise(path):
         gap = timeline.start[after] - timeline.end[before]
         late = timeline.costs.latency if plan.table.kind[before] == Kind.COPY else 0.0
         shared = {0.0, late}
@@ -221,7 +257,9 @@ def test_critical_path_is_unbroken(plan: Plan, costs: pipec.Costs) -> None:
 
 def test_intervals_cover_every_lane_without_overlap() -> None:
     plan = pipec.compile(unet(), 2, 3, recompute="always", update="stage")
-    timeline = plan.simulate(pipec.Costs(latency=0.5, bandwidth=2.0, values={v.name: 3 for v in plan.graph.values}))
+    timeline = plan.simulate(
+        pipec.Costs(latency=0.5, bandwidth=2.0, values={v.name: 3 for v in plan.graph.values})
+    )
     seen: dict[tuple[int, Lane], float] = {}
     rows = list(timeline.intervals)
     for row in rows:
@@ -250,8 +288,8 @@ def test_a_bandwidth_needs_bytes() -> None:
     with pytest.raises(pipec.PlanError) as error:
         plan.simulate(pipec.Costs(bandwidth=1.0, stages={"s0": {"output_bytes": 3}}))
     assert str(error.value) == (
-        "costs give a bandwidth but no bytes for s1; set output_bytes of the stages or Costs(values=...), or profile the "
-        "modules"
+        "costs give a bandwidth but no bytes for s1; set output_bytes of the stages or Costs(values=...), or "
+        "profile the modules"
     )
     one = pipec.compile(pipec.chain(3), 1, 2)
     assert one.simulate(pipec.Costs(bandwidth=1.0)).makespan == 18
@@ -282,17 +320,25 @@ def test_recompute_is_work_but_not_useful() -> None:
 def test_a_timeline_prints() -> None:
     sizes = {f"s{s}": {"activation_bytes": 2048, "output_bytes": 512} for s in range(2)}
     timeline = compiled(2, 2, "1f1b", pipec.Costs(stages=sizes, unit="ms"))
-    assert str(timeline) == "\n".join([
-        "chain: 1f1b, 2 devices, 2 microbatches",
-        "makespan 9 ms, span 9 ms, bubble 3 ms (33.3%), 4 copies of 2 KiB",
-        "device      busy    useful  recompute  activations  peak memory",
-        "0          66.7%         6          0            2      4.5 KiB",
-        "1          66.7%         6          0            1      3.5 KiB",
-    ])
+    assert str(timeline) == "\n".join(
+        [
+            "chain: 1f1b, 2 devices, 2 microbatches",
+            "makespan 9 ms, span 9 ms, bubble 3 ms (33.3%), 4 copies of 2 KiB",
+            "device      busy    useful  recompute  activations  peak memory",
+            "0          66.7%         6          0            2      4.5 KiB",
+            "1          66.7%         6          0            1      3.5 KiB",
+        ]
+    )
     assert repr(timeline) == "<Timeline of 'chain': makespan 9, bubble 33.3%>"
 
 
 def test_bytes_as_people_write_them() -> None:
     assert [show_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**20, 2**30, 3 * 2**40, 2**52)] == [
-        "0 B", "1023 B", "1 KiB", "1.5 MiB", "1 GiB", "3 TiB", "4096 TiB",
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "1.5 MiB",
+        "1 GiB",
+        "3 TiB",
+        "4096 TiB",
     ]

@@ -47,7 +47,8 @@ def test_one_producer_many_readers_and_skips() -> None:
     net.loss("l", None, c, a)
     graph = net.spec.graph
     assert [(v.name, v.producer, v.readers, v.skips) for v in graph.values] == [
-        ("a", 0, (1, 2), (2,)), ("b", 1, (2,), ()),
+        ("a", 0, (1, 2), (2,)),
+        ("b", 1, (2,), ()),
     ]
     assert graph.inputs[0].readers == (0, 2)
     assert graph.stages[2].reads == (0, 1)
@@ -101,12 +102,22 @@ def test_arguments_may_be_containers_and_constants() -> None:
     net = pipec.Pipeline("net")
     x = net.input("x")
     a = net.stage("a", None, x, outputs=2)
-    net.loss("l", None, net.stage("b", None, [a[0], {"k": (a[1], None)}], Pair(x, 3), flag=True, aux=pipec.skip(a[1])))
+    net.loss(
+        "l",
+        None,
+        net.stage("b", None, [a[0], {"k": (a[1], None)}], Pair(x, 3), flag=True, aux=pipec.skip(a[1])),
+    )
     stage = net.spec.stage("b")
     assert list(stage.refs()) == [
-        Ref("stage", 0, (0,)), Ref("stage", 0, (1,)), Ref("input", 0), Ref("stage", 0, (1,)),
+        Ref("stage", 0, (0,)),
+        Ref("stage", 0, (1,)),
+        Ref("input", 0),
+        Ref("stage", 0, (1,)),
     ]
-    assert stage.args == ([Ref("stage", 0, (0,)), {"k": (Ref("stage", 0, (1,)), None)}], Pair(Ref("input", 0), 3))
+    assert stage.args == (
+        [Ref("stage", 0, (0,)), {"k": (Ref("stage", 0, (1,)), None)}],
+        Pair(Ref("input", 0), 3),
+    )
     assert stage.kwargs == {"flag": True, "aux": Ref("stage", 0, (1,))}
     assert [(v.name, v.skips) for v in net.spec.graph.values] == [("a[0]", ()), ("a[1]", (1,))]
 
@@ -138,14 +149,16 @@ def test_edges_that_run_backwards_are_all_named() -> None:
     loss = LossSpec("l", None, (Ref("stage", 9),), {}, "mean", None, 9)
     with pytest.raises(pipec.SpecError) as error:
         spec_of((Ref("stage", 1),), (Ref("stage", 1),), (Ref("stage", 7), Ref("input", 3)), losses=(loss,))
-    assert str(error.value) == "\n".join([
-        "pipeline 'net': 5 problems",
-        "  1. edge 's1' -> 's0' runs backwards or forms a cycle; a stage reads only stages declared before it",
-        "  2. edge 's1' -> 's1' runs backwards or forms a cycle; a stage reads only stages declared before it",
-        "  3. stage 's2' reads an unknown stage",
-        "  4. stage 's2' reads an unknown input",
-        "  5. loss 'l' reads no stage",
-    ])
+    assert str(error.value) == "\n".join(
+        [
+            "pipeline 'net': 5 problems",
+            "  1. edge 's1' -> 's0' runs backwards or forms a cycle; a stage reads only stages declared before it",
+            "  2. edge 's1' -> 's1' runs backwards or forms a cycle; a stage reads only stages declared before it",
+            "  3. stage 's2' reads an unknown stage",
+            "  4. stage 's2' reads an unknown input",
+            "  5. loss 'l' reads no stage",
+        ]
+    )
     with pytest.raises(pipec.SpecError, match="the pipeline has no stage"):
         Spec("net", (), ())
 

@@ -100,7 +100,8 @@ def lifetimes(facts: Facts) -> list[str] | NotChecked:
         what = f"{want.kind.letter}{want.ref} on device {want.device}"
         for reader in want.readers:
             other = np.where(reader != free, reader, -1)
-            needs.append(Need(*pairs(other, free), "{after} frees " + what + " but does not wait for its reader {before}"))
+            why = "{after} frees " + what + " but does not wait for its reader {before}"
+            needs.append(Need(*pairs(other, free), why))
     for rows in held.values():
         extra = rows[rows >= 0]
         found += some(extra, (
