@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from attrs import frozen
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipec
+from pipec.runtime.randomness import Streams
 from pipec.schedules import REGISTRY
 from pipec.spec import Ref
 from pipec.tree import flatten, select, tree_map
@@ -359,3 +361,10 @@ def equal_everywhere(build: Callable[[], pipec.Pipeline], given: dict[str, Any],
         assert same(gradients(mine), gradients(net)), told
         assert same(buffers(mine), buffers(net)), told
     return expected
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_streams() -> Iterator[None]:
+    """Keep the kernels of the random streams installed between the runners of a test file: installing takes time."""
+    with Streams():
+        yield

@@ -96,9 +96,7 @@ class Threads:
             except BaseException as caught:  # Ctrl-C while waiting: stop the workers first, then let it through
                 interrupt.append(Failure(None, caught))
                 channels.stop()
-        failed = [(index, error) for index, error in reports if error is not None and not isinstance(error, Stopped)]
-        failures = interrupt[:1] + [Failure(devices[index].at, error) for index, error in failed]
-        return evolve(failures[0], others=tuple(failures[1:])) if failures else None
+        return _first(devices, reports, interrupt)
 
     def close(self) -> None:
         """End the workers and wait for them."""
@@ -107,6 +105,20 @@ class Threads:
         for thread in self._threads:
             thread.join()
         self._jobs, self._threads = [], []
+
+
+def _first(
+    devices: Sequence[Device], reports: list[tuple[int, BaseException | None]], interrupt: list[Failure]
+) -> Failure | None:
+    """What failed first. Empties the lists: frames in the exceptions' own tracebacks hold them, a cycle."""
+    failures = interrupt[:1]
+    failures += [
+        Failure(devices[index].at, error) for index, error in reports
+        if error is not None and not isinstance(error, Stopped)
+    ]
+    reports.clear()
+    interrupt.clear()
+    return evolve(failures[0], others=tuple(failures[1:])) if failures else None
 
 
 class _Job:

@@ -43,16 +43,13 @@ class Tape:
 class Device:
     """One logical device during a step: its slots and the task it is at."""
 
-    __slots__ = ("at", "channels", "handlers", "index", "received", "stages", "step", "store")
+    __slots__ = ("at", "channels", "index", "received", "stages", "step", "store")
 
     def __init__(self, index: int, slots: int, stages: list[Stage], step: Step, channels: Channels) -> None:
         self.index, self.stages, self.step, self.channels = index, stages, step, channels
         self.store: list[Any] = [None] * slots
         self.received: dict[Route, int] = defaultdict(int)
         self.at: Op | None = None
-        self.handlers = (
-            self.forward, self.recompute, self.backward, None, None, self.copy, None, self.update
-        )
 
     def run(self, ops: Iterable[Op]) -> None:
         """Run tasks in order.
@@ -61,7 +58,7 @@ class Device:
             Stopped: another device failed.
             BaseException: whatever a stage raised; ``at`` is the task it came from.
         """
-        step, store, channels, handlers = self.step, self.store, self.channels, self.handlers
+        step, store, channels, handlers = self.step, self.store, self.channels, HANDLERS
         starts, ends = step.starts, step.ends
         for op in ops:
             if channels.stopped:
@@ -71,7 +68,7 @@ class Device:
                 if self.received[route] < count:
                     self.receive(route, count)
             starts[op.task] = perf_counter_ns()
-            handlers[op.kind](op)  # type: ignore[misc]
+            handlers[op.kind](self, op)  # type: ignore[misc]
             ends[op.task] = perf_counter_ns()
             for slot in op.frees:
                 store[slot] = None
@@ -83,10 +80,13 @@ class Device:
         while received[route] < count:
             slot, payload = self.channels.receive(route)
             received[route] += 1
-            if type(payload) is Parcel and store[slot] is not None:
-                store[slot].merge(payload)  # gradients of other readers are there already
-            elif payload is not None:
-                store[slot] = payload
+            if type(payload) is not Parcel:
+                if payload is not None:  # None: no gradient flowed
+                    store[slot] = payload
+            elif store[slot] is None:
+                store[slot] = payload.opened()
+            else:
+                store[slot].receive(payload)
 
     # -- handlers -------------------------------------------------------------------------------------------
 
@@ -199,6 +199,10 @@ class Device:
     def update(self, op: Op) -> None:
         """UPDATE: step the optimizer of a stage, or the one of all."""
         self.step.update(op.stage)
+
+
+# By Kind. Kept here and not on each Device, where bound methods would make a cycle that only the collector frees.
+HANDLERS = (Device.forward, Device.recompute, Device.backward, None, None, Device.copy, None, Device.update)
 
 
 def _bare(value: Any) -> Any:

@@ -1,0 +1,377 @@
+"""A failure reaches the caller as it is, says where it happened, undoes the step and leaves the runner usable."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import models
+import pytest
+import torch
+from models import gradients, kept_streams, parameters, same, snapshot
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipec
+
+__all__ = ["kept_streams"]
+
+
+class Demanding(Exception):
+    """Its constructor needs arguments, so nobody can make it again from its message."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(code, where)
+        self.code, self.where = code, where
+
+
+ERRORS: list[Any] = [
+    lambda: ValueError("wrong"), lambda: StopIteration("stop"), lambda: SystemExit(3), lambda: KeyboardInterrupt(),
+    lambda: Demanding(7, where="here"), lambda: RuntimeError("out of memory"), lambda: GeneratorExit(),
+    lambda: StopAsyncIteration("no more"),
+]
+
+
+class Bomb:
+    """Raises when it is told to, and once only."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.at: tuple[str, int] = ("", -1)
+        self.armed: str | None = None
+
+    def arm(self, place: str, stage: str, microbatch: int, error: BaseException) -> BaseException:
+        self.armed, self.at, self.error = place, (stage, microbatch), error
+        return error
+
+    def check(self, place: str, stage: str, microbatch: int) -> None:
+        if self.armed == place and self.at == (stage, microbatch):
+            self.armed = None
+            assert self.error is not None
+            raise self.error
+
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bomb: Bomb, stage: str, microbatch: int) -> Tensor:
+        ctx.told = bomb, stage, microbatch
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        bomb, stage, microbatch = ctx.told
+        bomb.check("backward", stage, microbatch)
+        return grad * 1.0, None, None, None
+
+
+class Fragile(nn.Module):
+    """A stage with a buffer; what it reads names the microbatch in its first column."""
+
+    def __init__(self, name: str, bomb: Bomb) -> None:
+        super().__init__()
+        self.net, self.norm, self.name, self.bomb = nn.Linear(4, 4), nn.BatchNorm1d(4), name, bomb
+        self.runs: dict[int, int] = {}
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        m = int(number[0])
+        out = self.norm(self.net(x)).tanh()
+        self.runs[m] = self.runs.get(m, 0) + 1
+        self.bomb.check("forward" if self.runs[m] == 1 else "recompute", self.name, m)
+        if out.requires_grad and self.bomb.armed == "hook" and self.bomb.at == (self.name, m):
+            out.register_hook(lambda _: self.bomb.check("hook", self.name, m))
+        return Fuse.apply(out, self.bomb, self.name, m)
+
+
+def fragile() -> tuple[pipec.Pipeline, Bomb, list[Fragile]]:
+    torch.manual_seed(0)
+    bomb, net, made = Bomb(), pipec.Pipeline("fragile"), []
+    value, number, y = net.input("x"), net.input("number"), net.input("y")
+    for name in ("first", "second", "third"):
+        made.append(Fragile(name, bomb))
+        value = net.stage(name, made[-1], value, number)
+
+    def loss(h: Tensor, y: Tensor, number: Tensor) -> Tensor:
+        bomb.check("loss", "third", int(number[0]))
+        return F.mse_loss(h, y)
+
+    net.loss("mse", loss, value, y, number)
+    return net, bomb, made
+
+
+def minibatch() -> dict[str, Tensor]:
+    make = torch.Generator().manual_seed(3)
+    return {"x": torch.randn(8, 4, generator=make), "y": torch.randn(8, 4, generator=make),
+            "number": torch.arange(4).repeat_interleave(2)}
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def workers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("pipec fragile")}
+
+
+STAGES = ("first", "second", "third")
+PLACES = [
+    (place, stage, m) for place in ("forward", "recompute", "backward", "hook") for stage in STAGES for m in range(4)
+] + [("loss", "third", m) for m in range(4)]
+TASKS = {"forward": "FORWARD", "recompute": "RECOMPUTE", "backward": "BACKWARD", "hook": "BACKWARD", "loss": "FORWARD"}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    net, _, _ = fragile()
+    pipec.reference(net, 4).step(**minibatch())
+    return snapshot(net)
+
+
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_every_place_stage_and_microbatch(backend: str, recompute: str, expected: list[Any]) -> None:
+    """One runner survives all of them; after each the step counts as not done, and the next one is right."""
+    net, bomb, stages = fragile()
+    before_threads = workers()
+    start = snapshot(net)
+    with models.runner(net, 3, 4, recompute=recompute, backend=backend) as run:
+        for number, (place, stage, m) in enumerate(PLACES):
+            if place == "recompute" and recompute == "never":
+                continue
+            error = bomb.arm(place, stage, m, ERRORS[number % len(ERRORS)]())
+            with pytest.raises(type(error)) as caught:
+                run.step(**minibatch())
+            for module in stages:
+                module.runs.clear()
+            assert caught.value is error
+            told = f"stage {stage!r}, microbatch {m}, {TASKS[place]} ("
+            assert told in notes(error), notes(error)
+            assert same(snapshot(net), start)
+            assert len(workers() - before_threads) <= 3
+        run.step(**minibatch())
+    assert same(snapshot(net), expected)
+
+
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+@pytest.mark.parametrize("make", ERRORS)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_every_kind_of_exception_keeps_its_type_and_traceback(place: str, make: Any, backend: str) -> None:
+    net, bomb, _ = fragile()
+    with models.runner(net, 3, 4, backend=backend) as run:
+        error = bomb.arm(place, "second", 2, make())
+        with pytest.raises(type(error)) as caught:
+            run.step(**minibatch())
+    assert caught.value is error
+    assert "check" in [entry.name for entry in caught.traceback]
+    assert error.__cause__ is None
+    assert error.__context__ is None
+
+
+def test_two_stages_fail_at_once() -> None:
+    barrier = threading.Barrier(2, timeout=20)
+
+    def failing(params: Tensor, x: Tensor, *_: Any) -> Tensor:
+        barrier.wait()
+        time.sleep(0.05)
+        raise ValueError("both")
+
+    net = pipec.Pipeline("two")
+    x, y = net.input("x"), net.input("y")
+    parts = [net.stage(n, failing, x, params=torch.ones(8, requires_grad=True)) for n in ("left", "right")]
+    net.loss("mse", F.mse_loss, net.stage("join", torch.add, *parts), y)
+    with models.runner(net, 3, 1) as run, pytest.raises(ValueError, match="both") as caught:
+        run.step(**models.data())
+    told = ["stage 'left', microbatch 0, FORWARD (0F0) on device 0", "stage 'right', microbatch 0, FORWARD (1F0) on device 1"]
+    either = [f"pipec: raised in {a}\npipec: {b} failed as well: ValueError: both" for a, b in (told, told[::-1])]
+    assert notes(caught.value) in either
+
+
+def test_the_caller_hears_of_it_within_a_second() -> None:
+    """The others wait for values that never come; nobody waits for them."""
+    net = models.of_modules(*[nn.Linear(8, 8) for _ in range(6)])
+
+    def fail(*_: Any) -> None:
+        raise ValueError("stop")
+
+    handle = net.spec.stages[0].fn.register_forward_hook(fail)
+    with models.runner(net, 6) as run:
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match="stop"):
+            run.step(**models.data())
+        assert time.monotonic() - begin < 1.0
+        handle.remove()
+        run.step(**models.data())
+
+
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+def test_an_interrupt_while_waiting_stops_the_workers_first(backend: str) -> None:
+    net = models.of_modules(nn.Linear(8, 8), nn.Linear(8, 8))
+    entered, slow = threading.Event(), [True]
+
+    def sleep(*_: Any) -> None:
+        entered.set()
+        for _ in range(20 if slow[0] else 0):
+            time.sleep(0.02)
+
+    net.spec.stages[1].fn.register_forward_hook(sleep)
+    start = snapshot(net)
+
+    def interrupt() -> None:
+        entered.wait(20)
+        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with models.runner(net, 2, backend=backend) as run:
+        helper = threading.Thread(target=interrupt)
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            run.step(**models.data())
+        helper.join()
+        assert same(snapshot(net), start)
+        slow[0] = False
+        run.step(**models.data())
+    theirs = models.of_modules(nn.Linear(8, 8), nn.Linear(8, 8))
+    for mine, other in zip(parameters(net), parameters(theirs), strict=True):
+        other.data.copy_(mine.detach())
+    pipec.reference(theirs, 4).step(**models.data())
+    assert same(gradients(net), gradients(theirs))
+
+
+class Picky(torch.optim.SGD):
+    """An optimizer that fails once, after it has updated nothing."""
+
+    def __init__(self, params: Any, name: str, broken: set[str]) -> None:
+        super().__init__(params, lr=0.1)
+        self.name, self.broken = name, broken
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if self.name in self.broken:
+            self.broken.clear()
+            raise ArithmeticError(self.name)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+@pytest.mark.parametrize("broken", ["0", "1", "2"])
+def test_a_failing_update_names_the_stages_that_were_updated(backend: str, broken: str) -> None:
+    net, told, made = models.chain(3), {broken}, []
+
+    def optimizer(params: Any) -> Picky:
+        made.append(Picky(params, str(len(made)), told))
+        return made[-1]
+
+    with models.runner(net, 1, update="stage", optimizer=optimizer, backend=backend) as run:
+        before = [p.detach().clone() for p in parameters(net)]
+        with pytest.raises(ArithmeticError) as caught:
+            run.step(**models.data())
+        changed = [f"s{n // 2}" for n, p in enumerate(parameters(net)) if n % 2 == 0 and not torch.equal(p, before[n])]
+        assert f"stage 's{broken}', microbatch 0, UPDATE" in notes(caught.value)
+        assert set(gradients(net)) == {None}
+        if changed:
+            assert f"updated before: {', '.join(changed)}" in notes(caught.value)
+        else:
+            assert "updated before" not in notes(caught.value)
+            after = [p.detach().clone() for p in parameters(net)]
+            assert same(after, before)
+        again = models.chain(3)
+        for mine, other in zip(parameters(net), parameters(again), strict=True):
+            other.data.copy_(mine.detach())
+        run.step(**models.data())
+    pipec.reference(again, 4).step(**models.data())
+    torch.optim.SGD(parameters(again), lr=0.1).step()
+    assert same([p.detach() for p in parameters(net)], [p.detach() for p in parameters(again)])
+
+
+def test_a_failing_hook_updates_nobody_and_says_so() -> None:
+    broken = [True]
+
+    def hook(_: Any) -> None:
+        if broken[0]:
+            raise LookupError("clip")
+
+    net = models.chain(3)
+    with models.runner(net, 3, update="stage", before_update=hook,
+                       optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as run:
+        start = snapshot(net)
+        with pytest.raises(LookupError, match="clip") as caught:
+            run.step(**models.data())
+        assert "before_update" in notes(caught.value)
+        assert same(snapshot(net), start)
+        broken[0] = False
+        run.step(**models.data())
+        assert not same(snapshot(net), start)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_once_the_exception_is_gone_so_are_the_tensors(backend: str, place: str) -> None:
+    """No cycle through a traceback keeps them: a smaller retry after running out of memory has a chance."""
+    alive: list[weakref.ref[Tensor]] = []
+    net, bomb, stages = fragile()
+    for stage in stages:
+        stage.register_forward_hook(lambda _m, args, out: alive.extend((weakref.ref(out), weakref.ref(args[0]))))
+    with models.runner(net, 3, 4, "gpipe", backend=backend) as run:
+        bomb.arm(place, "second", 3, MemoryError())
+        try:
+            run.step(**minibatch())
+        except MemoryError:
+            bomb.error = None
+        deadline = time.monotonic() + 5  # a worker needs a moment to leave its last frame
+        while any(ref() is not None for ref in alive) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(alive) > 6
+        assert [ref() is None for ref in alive] == [True] * len(alive)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_runner_that_is_dropped_ends_its_workers_without_the_collector() -> None:
+    net, _, _ = fragile()
+    before = workers()
+    run = models.runner(net, 3, 4)
+    run.step(**minibatch())
+    run.evaluate(**minibatch())
+    started = workers() - before
+    assert len(started) == 3
+    gone = weakref.ref(run)
+    del run
+    assert gone() is None
+    for thread in started:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_close_ends_the_workers_and_a_closed_runner_says_so() -> None:
+    net, _, _ = fragile()
+    before = workers()
+    run = models.runner(net, 3, 4)
+    run.step(**minibatch())
+    assert len(workers() - before) == 3
+    run.close()
+    assert not workers() - before
+    run.close()
+    with pytest.raises(pipec.RunError, match="closed"):
+        run.step(**minibatch())
+
+
+def test_workers_persist_over_steps() -> None:
+    net, _, _ = fragile()
+    before = workers()
+    with models.runner(net, 3, 4) as run:
+        run.step(**minibatch())
+        first = workers() - before
+        run.evaluate(**minibatch())
+        run.step(**minibatch())
+        assert workers() - before == first
