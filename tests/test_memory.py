@@ -131,7 +131,7 @@ def test_live_bytes_after_every_task_are_those_of_the_plans_buffers(
     run = pipec.Runner(made, plan, backend="replay")
     run.step(**data)
     for parameter in run.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = None
     seen.clear()
     gc.collect()
     storages.live.clear()
@@ -154,6 +154,6 @@ def test_live_bytes_after_every_task_are_those_of_the_plans_buffers(
         expected += sum(weights[plan.graph.stages[s].name] or 0 for s in backwards if plan.stage_device(s) == device)
         assert got == pytest.approx(expected, rel=0.02, abs=600), (str(row), device)  # abs: losses and seeds, scalars
         peak_got[device], peak_expected[device] = max(peak_got[device], got), max(peak_expected[device], expected)
-    assert peak_expected[0] > 50_000
+    assert peak_expected[0] > 20_000
     for device in range(devices):
         assert peak_got[device] == pytest.approx(peak_expected[device], rel=0.02)

@@ -102,39 +102,45 @@ class Parcel:
     """Gradients of one value on one device, added up as far as autograd's own order allows.
 
     That order runs from the last reader to the first. A sum that starts at the last reader can be formed as soon as
-    the next one is there; what comes before its turn waits, here or on the device that has the turn.
+    the next one is there; what comes before its turn waits. What other devices send stays apart until all is summed,
+    as the plan has a buffer for each.
     """
 
-    __slots__ = ("_left", "_total", "_waiting")
+    __slots__ = ("_left", "_others", "_readers", "_total", "_waiting")
 
     def __init__(self, readers: tuple[int, ...]) -> None:
         """``readers``: all that send a gradient, ascending, on whichever device."""
-        self._left = list(readers)
+        self._readers, self._left = readers, len(readers)
         self._total: Gradient = None
         self._waiting: dict[int, Gradient] = {}
+        self._others: list[Parcel] = []
 
     def add(self, reader: int, gradient: Gradient) -> None:
         """Take one reader's gradient; None where nothing flowed."""
         self._waiting[reader] = gradient
-        self._fold()
+        while self._left and self._readers[self._left - 1] in self._waiting:
+            self._left -= 1
+            self._total = add(self._total, self._waiting.pop(self._readers[self._left]))
 
-    def merge(self, other: Parcel) -> None:
+    def receive(self, other: Parcel) -> None:
         """Take what another device has collected."""
-        if len(other._left) < len(self._left):
-            self._left, self._total = other._left, other._total
-        self._waiting |= other._waiting
-        self._fold()
+        self._others.append(other)
 
-    def _fold(self) -> None:
-        left, waiting = self._left, self._waiting
-        while left and left[-1] in waiting:
-            self._total = add(self._total, waiting.pop(left.pop()))
+    def opened(self) -> Parcel:
+        """What a device that this parcel arrived at keeps: room for its own gradients, this one beside them."""
+        own = Parcel(self._readers)
+        own.receive(self)
+        return own
 
     def sum(self) -> Gradient:
-        """All that arrived; readers without a backward of their own count as zero."""
-        for reader in sorted(self._waiting, reverse=True):
-            self._total = add(self._total, self._waiting.pop(reader))
-        return self._total
+        """All that arrived, as one gradient."""
+        waiting, total = dict(self._waiting), self._total
+        for other in self._others:  # only one of all holds the last reader, and so a sum
+            waiting |= other._waiting
+            total = add(total, other._total)
+        for reader in sorted(waiting, reverse=True):
+            total = add(total, waiting[reader])
+        return total
 
 
 def compact(gradient: Gradient) -> Gradient:
