@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from attrs import evolve
@@ -15,8 +16,11 @@ from attrs import evolve
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.context import Context
 from pipec.runtime.executor import Device
-from pipec.runtime.failure import Failure
+from pipec.runtime.failure import Failure, describe
 from pipec.runtime.program import Op
+
+
+LOG = logging.getLogger("pipec")
 
 
 class Backend(Protocol):
@@ -55,8 +59,9 @@ Job = Callable[[], None]
 class Threads:
     """A persistent worker thread per device, started at the first step and again after a fork."""
 
-    def __init__(self, count: int, name: str) -> None:
-        self.count, self.name = count, name
+    def __init__(self, count: int, name: str, watchdog: float | None = None) -> None:
+        """``watchdog``: seconds without any task ending after which a warning says where every device stands."""
+        self.count, self.name, self.watchdog = count, name, watchdog
         self._jobs: list[SimpleQueue[Job | None]] = []
         self._threads: list[threading.Thread] = []
         self._process = -1
@@ -91,12 +96,27 @@ class Threads:
                 for job in jobs:
                     self._jobs[job.device.index].put(partial(job.run, reports, wake))
                 while len(reports) < len(jobs):
-                    wake.get()
+                    self._await(wake, devices)
                 pending = False
             except BaseException as caught:  # Ctrl-C while waiting: stop the workers first, then let it through
                 interrupt.append(Failure(None, caught))
                 channels.stop()
         return _first(devices, reports, interrupt)
+
+    def _await(self, wake: SimpleQueue[None], devices: Sequence[Device]) -> None:
+        """Wait for a worker's report; warn when nothing moves for ``watchdog`` seconds."""
+        if self.watchdog is None:
+            wake.get()
+            return
+        ended = -1
+        while True:
+            try:
+                wake.get(timeout=self.watchdog)
+                return
+            except Empty:
+                before, ended = ended, sum(1 for end in devices[0].step.ends if end)
+                if before == ended:
+                    LOG.warning("%s", standstill(devices, self.watchdog))
 
     def close(self) -> None:
         """End the workers and wait for them."""
@@ -105,6 +125,19 @@ class Threads:
         for thread in self._threads:
             thread.join()
         self._jobs, self._threads = [], []
+
+
+def standstill(devices: Sequence[Device], seconds: float) -> str:
+    """Where every device stands: the task it runs, or the one that waits for another device."""
+    lines = [f"pipec: no task has ended for {seconds:g} s"]
+    for device in devices:
+        op, step = device.at, device.step
+        if op is None:
+            lines.append(f"  device {device.index} has ended or not begun")
+            continue
+        verb = "runs" if step.starts[op.task] else "waits to begin"
+        lines.append(f"  device {device.index} {verb} {describe(step.plan.graph, op)}")
+    return "\n".join(lines)
 
 
 def _first(

@@ -1,4 +1,4 @@
-"""The caller's context inside worker threads: autocast, grad mode, intra-op threads, contextvars.
+"""The caller's context inside worker threads: autocast, grad mode, intra-op threads, modes, hooks, contextvars.
 
 A new thread starts with grad mode on, autocast off and an intra-op thread count of its own; a plan must compute in
 a worker what it would compute in the caller.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from attrs import frozen
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 @frozen
@@ -24,6 +27,8 @@ class Context:
     grad: bool
     inference: bool
     variables: contextvars.Context
+    modes: tuple[Any, ...]  # function modes, then dispatch modes, outermost first
+    saved_tensors: tuple[Any, Any] | None  # pack and unpack hooks
 
     @staticmethod
     def capture() -> Context:
@@ -36,6 +41,8 @@ class Context:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             contextvars.copy_context(),
+            (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()),
+            torch._C._autograd._top_saved_tensors_default_hooks(False),  # type: ignore[attr-defined]
         )
 
     @contextmanager
@@ -50,4 +57,8 @@ class Context:
             for device, enabled, dtype in self.autocast:
                 if enabled:
                     stack.enter_context(torch.autocast(device, dtype, enabled, self.autocast_cache))
+            if self.saved_tensors is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors))
+            for mode in self.modes:  # one object on several threads: its own state is the user's to guard
+                stack.enter_context(mode)
             yield

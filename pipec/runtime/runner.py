@@ -45,6 +45,7 @@ class Runner:
         scaler: a ``torch.amp.GradScaler``; with UPDATE tasks the runner unscales, skips and adjusts it.
         seed: of the random numbers that stages draw; by default ``torch.initial_seed()`` at each step, so that
             ``torch.manual_seed`` before training makes a run repeatable. See :mod:`pipec.runtime.randomness`.
+        watchdog: seconds in which no task ends after which the logger "pipec" warns where every device stands.
 
     Raises:
         RunError: pipeline, devices or optimizer do not fit the plan.
@@ -61,11 +62,12 @@ class Runner:
         before_update: Hook | None = None,
         scaler: Any = None,
         seed: int | None = None,
+        watchdog: float | None = 300.0,
     ) -> None:
         self.spec, self.plan = pipeline.spec, plan
         self._check(devices, backend)
         self.stages: list[Stage] = bind(self.spec)
-        self._backend: Backend = self._make_backend(backend)
+        self._backend: Backend = self._make_backend(backend, watchdog)
         self._updater = Updater(plan, optimizer, self.stages, scaler, before_update)
         self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
@@ -94,12 +96,12 @@ class Runner:
         if backend is not None and backend not in BACKENDS:
             raise RunError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
 
-    def _make_backend(self, backend: str | None) -> Backend:
+    def _make_backend(self, backend: str | None, watchdog: float | None) -> Backend:
         if backend is None:
             backend = "threads" if self.plan.devices > 1 else "replay"
         if backend == "replay":
             return Replay()
-        return Threads(self.plan.devices, f"{self.spec.name} {next(_numbers)}")
+        return Threads(self.plan.devices, f"{self.spec.name} {next(_numbers)}", watchdog)
 
     # -- steps ----------------------------------------------------------------------------------------------
 
