@@ -41,9 +41,7 @@ from pipec.runtime.rng_kernels import (
     THREAD,
     Source,
     SupplyingMode,
-    dispatcher_kernels,
-    enter_dispatcher,
-    leave_dispatcher,
+    cpu_kernels,
     state_functions,
 )
 
@@ -150,8 +148,6 @@ class Stream:
         if self._with_mode:
             self._mode = SupplyingMode()  # type: ignore[no-untyped-call]
             self._mode.__enter__()  # type: ignore[no-untyped-call]
-        elif self._outer is None:
-            enter_dispatcher()
         THREAD.stream = self
         return self
 
@@ -162,8 +158,6 @@ class Stream:
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             self._mode = None
-        elif self._outer is None:
-            leave_dispatcher()
         self._outer = None
 
 
@@ -197,9 +191,9 @@ class _Installation:
             undo.enter_context(state_functions())
             kernels = ExitStack()
             try:
-                kernels.enter_context(dispatcher_kernels())
+                kernels.enter_context(cpu_kernels())
                 self.kernels = streams_work(with_mode=False)
-            except RuntimeError:  # the key is taken by another library, or this torch lacks it
+            except RuntimeError:  # this torch refuses them
                 self.kernels = False
             if self.kernels:
                 undo.push(kernels)
@@ -208,7 +202,7 @@ class _Installation:
                 if not streams_work(with_mode=True):
                     raise RunError(
                         f"torch {torch.__version__} does not let pipec keep the tasks' random numbers apart: "
-                        "neither the dispatcher nor a dispatch mode gives a stage its own stream.\n"
+                        "neither kernels nor a dispatch mode gives a stage its own stream.\n"
                         "Use a torch version that pipec is tested with (see pyproject.toml)."
                     )
             self.undo = undo.pop_all()

@@ -3,19 +3,18 @@
 Two ways, one outcome: a random operation called without ``generator=`` draws from the current thread's
 stream, and threads without a stream stay exactly as they are.
 
-``dispatcher``
-    Kernels under a key of PyTorch's dispatcher that only threads running a task look at: ``DeferredInit``,
-    set aside for tools outside PyTorch and used by none of its own code. It stands above autograd. Each CPU
-    operation with a ``generator`` argument gets a kernel there; every other one falls through at no cost.
-    Composite operations (dropout, attention, LSTM, rand) arrive at the same few operations from C++, in
-    forward and in backward. (``CustomRNGKeyId`` is named for the purpose, but counts as a backend: under it
-    operations with a composite and a CPU kernel, ``native_layer_norm`` among them, take the composite one
-    and round differently.)
+``kernels``
+    Each CPU operation with a ``generator`` argument gets a kernel in front of its own, at the dispatcher's CPU
+    key: below autograd, vmap, tracing and the user's own modes. Composite operations (dropout, attention,
+    LSTM, rand) arrive at the same few operations from C++, in forward and in backward. Other operations are
+    not touched. While installed, other threads' draws pass through as well, unchanged, a few microseconds
+    later.
 
 ``mode``
-    A ``TorchDispatchMode`` that rewrites the calls. It sees every operation and costs microseconds on each,
-    and it cannot look inside one: an operation that draws and offers no generator is refused by name. It
-    serves where the key is missing or taken by another library.
+    A ``TorchDispatchMode`` that rewrites the calls; it serves where the kernels cannot be installed. It sees
+    every operation and costs microseconds on each, and it cannot look inside one: an operation that draws and
+    offers no generator is refused by name. PyTorch itself behaves differently under any mode: it refuses
+    higher-order operations (``torch.cond``, flex attention) and computes ``svdvals`` another way.
 
 ``torch.get_rng_state``, ``set_rng_state``, ``fork_rng``, ``initial_seed`` and ``manual_seed`` never reach
 the dispatcher: they call methods of the object that ``torch.random`` knows as ``default_generator``. Without
@@ -28,22 +27,20 @@ generator everywhere else. No function is replaced, and ``torch.default_generato
 from __future__ import annotations
 
 import threading
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch.library import _scoped_library, fallthrough_kernel
+from torch.library import _scoped_library, get_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.errors import RunError
 
-KEY = "DeferredInit"
-_KEY: Any = torch._C._parse_dispatch_key(KEY)  # None where this torch has no such key
-_CPU = torch._C.DispatchKey.CPU
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_PYTHON = torch._C.DispatchKey.Python
 _DEFAULT = torch.default_generator
 
 Operation = torch._ops.OpOverload
@@ -121,13 +118,17 @@ def supply(
     return args
 
 
-# --- the dispatcher's own key -------------------------------------------------------------------------------
+# --- kernels at the dispatcher's CPU key ----------------------------------------------------------------------
+
+# Kernels taken out of use. A thread may still be inside one when it is removed: PyTorch frees a removed kernel
+# at once, so the last few sets are held.
+_RETIRED: deque[list[Any]] = deque(maxlen=4)
 
 
 @cache
-def random_operations() -> tuple[Operation, ...]:
-    """Every ATen operation that has a CPU kernel and a ``generator`` argument; found once, in tens of ms."""
-    found = []
+def random_operations() -> dict[str, Operation]:
+    """Every ATen operation that has a CPU kernel and a ``generator`` argument, by its name in the dispatcher."""
+    found = {}
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         if namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
@@ -135,48 +136,38 @@ def random_operations() -> tuple[Operation, ...]:
         base, _, overload = rest.partition(".")
         schema = torch._C._get_schema(f"aten::{base}", overload)
         if any(each.name == "generator" for each in schema.arguments):
-            found.append(getattr(getattr(torch.ops.aten, base), overload or "default"))
-    return tuple(found)
+            found[name] = getattr(getattr(torch.ops.aten, base), overload or "default")
+    return found
 
 
-def _kernel(op: Operation) -> Callable[..., Any]:
-    place, redispatch = generator_place(op), op.redispatch
+def _kernel(op: Operation, own: Any) -> Callable[..., Any]:
+    place = generator_place(op)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         source = THREAD.stream
-        # Threads that PyTorch starts inherit the key, not the stream; other devices have other generators.
-        # Where a mode or a subclass waits below, it will call the operation again without itself.
-        if source is not None and keyset.has(_CPU) and not keyset.has(_PYTHON):
+        if source is not None:
             args = supply(place, args, kwargs, source)
-        return redispatch(keyset.remove(_KEY), *args, **kwargs)
+        return own.call_boxed(keyset, *args, **kwargs)
 
     return kernel
 
 
 @contextmanager
-def dispatcher_kernels() -> Iterator[None]:
-    """The kernels under ``DeferredInit``, removed on leaving.
-
-    RuntimeError where the key is unknown or another library has taken it.
-    """
-    if _KEY is None:
-        raise RuntimeError(f"torch {torch.__version__} has no dispatch key {KEY}")
-    with _scoped_library("_", "IMPL", KEY) as every, _scoped_library("aten", "IMPL") as aten:
-        every.fallback(fallthrough_kernel, KEY)
-        for op in random_operations():
-            overload = "" if op._overloadname == "default" else f".{op._overloadname}"
-            aten.impl(op._schema.name.removeprefix("aten::") + overload, _kernel(op), KEY, with_keyset=True)
-        yield
-
-
-def enter_dispatcher() -> None:
-    """From here on this thread's draws go through the kernels."""
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
-
-
-def leave_dispatcher() -> None:
-    """The end of :func:`enter_dispatcher`."""
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+def cpu_kernels() -> Iterator[None]:
+    """The kernels in front of PyTorch's, removed on leaving. RuntimeError where this torch refuses them."""
+    with _scoped_library("aten", "IMPL") as library:
+        impl: Callable[..., None] = library.impl
+        held = []
+        for name, op in random_operations().items():
+            own = get_kernel(op, "CPU")
+            with warnings.catch_warnings():  # PyTorch says once per process that a kernel was overridden
+                warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+                impl(name.removeprefix("aten::"), _kernel(op, own), "CPU", with_keyset=True, allow_override=True)
+            held.append(get_kernel(op, "CPU"))
+        try:
+            yield
+        finally:
+            _RETIRED.append(held)
 
 
 # --- a dispatch mode ----------------------------------------------------------------------------------------
