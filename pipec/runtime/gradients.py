@@ -74,20 +74,22 @@ def shared_parameters(parameters: Sequence[list[Tensor]]) -> set[int]:
 
 @torch.no_grad()
 def commit(accumulators: Sequence[Accumulator], shared: set[int]) -> None:
-    """Make the sums the parameters' ``.grad``."""
+    """Make the sums the parameters' ``.grad``, then run their post-accumulate hooks, once per step."""
     totals: dict[int, Tensor] = {}
-    owners: dict[int, Tensor] = {}
+    changed: dict[int, Tensor] = {}
     for accumulator in accumulators:
         for parameter, total, own in zip(
             accumulator.parameters, accumulator.sums, accumulator._own, strict=True
         ):
             if not own or total is None:
                 continue
+            changed[id(parameter)] = parameter
             if id(parameter) in shared:
                 before = totals.get(id(parameter), parameter.grad)
-                totals[id(parameter)] = total if before is None else before + total
-                owners[id(parameter)] = parameter
-            else:
-                parameter.grad = total
-    for key, parameter in owners.items():
+                total = total if before is None else before + total
+            totals[id(parameter)] = total
+    for key, parameter in changed.items():
         parameter.grad = totals[key]
+    for parameter in changed.values():
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)
