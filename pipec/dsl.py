@@ -128,7 +128,7 @@ class Pipeline:
             self._problem(f"stage {stage_name!r} reads no value: pass an input or another stage's result{hint}")
         self._check_call(f"stage {stage_name!r}", fn, ((None,) if params is not None else ()) + args, kwargs)
         self._stages.append(
-            StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), location)
+            StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), location, outputs)
         )
         self._spec = None
         return self._value("stage", len(self._stages) - 1, outputs)

@@ -7,6 +7,7 @@ it can be saved, verified, simulated and drawn without any module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from attrs import field, frozen
@@ -47,6 +48,7 @@ class StageSpec:
     device: int | None = None
     skips: frozenset[Ref] = frozenset()
     location: Location | None = None
+    outputs: int | None = None  # the result is a tuple or list of so many parts
 
     def refs(self) -> Iterator[Ref]:
         return refs_of((self.args, self.kwargs))
@@ -266,6 +268,14 @@ def build_graph(spec: Spec, ports: tuple[Port, ...]) -> Graph:
     return Graph(spec.name, stages, values, inputs)
 
 
+def owner_of(fn: Any) -> Any:
+    """The module behind a callable: of a bound method (``model.encode``) or a partial, else the callable itself."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__self__", fn)
+
+
 def _has_buffers(fn: Any) -> bool:
     """True when a forward may change state that the next microbatch reads, so that order matters."""
-    return hasattr(fn, "buffers") and any(True for _ in fn.buffers())
+    owner = owner_of(fn)
+    return hasattr(owner, "buffers") and any(True for _ in owner.buffers())

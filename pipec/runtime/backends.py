@@ -19,7 +19,6 @@ from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure, describe
 from pipec.runtime.program import Op
 
-
 LOG = logging.getLogger("pipec")
 
 

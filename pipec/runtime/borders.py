@@ -66,14 +66,15 @@ def version(packet: Any) -> int:
 
 
 def private(packet: Any) -> Any:
-    """The packet with copies of its tensors that require no gradient; a stage may write into those.
+    """The packet with a copy of every tensor, for a stage that writes into what it reads.
 
-    Tensors that require one stay: autograd itself refuses to write into them.
+    Copies of tensors that require a gradient belong to the graph, so that autograd allows the write and the gradient
+    arrives at the packet's own tensor.
     """
     if isinstance(packet, Tensor):
-        return packet if packet.requires_grad else packet.clone()
+        return packet.clone()
     if isinstance(packet, Packed):
-        return Packed([private(leaf) if isinstance(leaf, Tensor) else leaf for leaf in packet.leaves], packet.layout)
+        return Packed([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in packet.leaves], packet.layout)
     return packet
 
 

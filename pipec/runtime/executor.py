@@ -16,8 +16,8 @@ from pipec.ir import Kind
 from pipec.runtime.borders import (
     Discard,
     Parcel,
-    compact,
     collect,
+    compact,
     edges,
     pack,
     version,
@@ -25,10 +25,12 @@ from pipec.runtime.borders import (
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.engine import gradients
 from pipec.runtime.program import Op, Route
-from pipec.runtime.stages import Stage
 from pipec.runtime.randomness import Purpose
+from pipec.runtime.record import profiling, recorded
+from pipec.runtime.stages import Stage
 from pipec.runtime.step import Step
-from pipec.tree import select, tree_map
+from pipec.runtime.strays import check_strays
+from pipec.tree import tree_map
 
 
 class Tape:
@@ -58,7 +60,8 @@ class Device:
             Stopped: another device failed.
             BaseException: whatever a stage raised; ``at`` is the task it came from.
         """
-        step, store, channels, handlers = self.step, self.store, self.channels, HANDLERS
+        step, store, channels = self.step, self.store, self.channels
+        handlers = RECORDED if profiling() else HANDLERS
         starts, ends = step.starts, step.ends
         for op in ops:
             if channels.stopped:
@@ -102,9 +105,9 @@ class Device:
         leaves, out, losses = self._call(stage, op, hooks)
         for slot, (_, path) in zip(op.gives, stage.gives, strict=True):
             if slot >= 0:
-                self.store[slot] = pack(select(out, path) if path else out)
+                self.store[slot] = pack(stage.take(out, path))
         for index, path in stage.outputs:
-            step.outputs[index][m] = _bare(select(out, path) if path else out)
+            step.outputs[index][m] = _bare(stage.take(out, path))
         for loss, value in zip(stage.losses, losses, strict=True):
             if value is not None:
                 step.losses[loss.index][m] = value.detach().clone()  # torch's scalar may hold a whole buffer
@@ -149,8 +152,11 @@ class Device:
                     f"loss {loss.spec.name!r} of stage {stage.name!r} does not require a gradient, so there is "
                     "nothing to differentiate; does a stage detach its result, or is every parameter frozen?"
                 )
-        out_edges = [edges(select(out, path) if path else out) for _, path in stage.gives]
+        out_edges = [edges(stage.take(out, path)) for _, path in stage.gives]
         loss_edges = [edges(value) if value is not None else None for value in losses]
+        if not stage.searched:
+            check_strays(stage, self.stages, [out_edges, loss_edges], leaves)
+            stage.searched = True
         self.store[op.tape] = Tape(leaves, out_edges, loss_edges)
 
     def backward(self, op: Op) -> None:
@@ -203,6 +209,15 @@ class Device:
 
 # By Kind. Kept here and not on each Device, where bound methods would make a cycle that only the collector frees.
 HANDLERS = (Device.forward, Device.recompute, Device.backward, None, None, Device.copy, None, Device.update)
+
+
+def _record(device: Device, op: Op) -> None:
+    """A task under the name it has in the user's profiler."""
+    with recorded(device.step.plan, op.task):
+        HANDLERS[op.kind](device, op)  # type: ignore[misc]
+
+
+RECORDED = (_record,) * len(HANDLERS)
 
 
 def _bare(value: Any) -> Any:

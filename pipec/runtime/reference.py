@@ -20,8 +20,9 @@ from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.randomness import Position, Purpose, Randomness, Streams
 from pipec.runtime.result import Result
 from pipec.runtime.stages import bind
-from pipec.runtime.step import Batch, Probe, joined_result
-from pipec.tree import select, tree_map
+from pipec.runtime.step import Batch, Probe, backward_inputs, joined_result
+from pipec.runtime.strays import check_strays
+from pipec.tree import tree_map
 
 
 class Reference:
@@ -43,9 +44,10 @@ class Reference:
         trained = [stage.trainable() for stage in self.stages]
         shared = shared_parameters(trained)
         per_stage: dict[tuple[int, int], Tensor] = {}  # gradients of shared parameters by stage
+        to_inputs: list[list[Any]] = [[None] * batch.microbatches for _ in self.spec.inputs]
         for m in range(batch.microbatches):
             graphs = self._forward(batch, packets, m, outputs, losses)
-            for stage, own, gradients in self._backward(batch, graphs, m, trained, losses):
+            for stage, own, gradients in self._backward(batch, graphs, m, trained, losses, to_inputs):
                 for parameter, gradient in zip(own, gradients, strict=True):
                     if gradient is None:
                         continue
@@ -61,6 +63,7 @@ class Reference:
                 gradient = per_stage.get((id(parameter), number))
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        backward_inputs(batch, to_inputs)
         self._position = self._position.advanced()
         return joined_result(batch, outputs, losses)
 
@@ -78,18 +81,24 @@ class Reference:
             if self.probe is not None:
                 self.probe(Kind.FORWARD, stage.index, m, [out, own_losses])
             for port, path in stage.gives:
-                values[port] = pack(select(out, path))
+                values[port] = pack(stage.take(out, path))
             for index, path in stage.outputs:
                 outputs[index].append(
-                    tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, select(out, path))
+                    tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, stage.take(out, path))
                 )
             for loss, value in zip(stage.losses, own_losses, strict=True):
                 losses[loss.index].append(value.detach())
-            roots = [edges(select(out, path)) for _, path in stage.gives]
-            graphs.append((leaves, roots, [edges(value) for value in own_losses]))
+            roots = [edges(stage.take(out, path)) for _, path in stage.gives]
+            loss_roots = [edges(value) for value in own_losses]
+            if not stage.searched:
+                check_strays(stage, self.stages, [roots, loss_roots], leaves)
+                stage.searched = True
+            graphs.append((leaves, roots, loss_roots))
         return graphs
 
-    def _backward(self, batch: Batch, graphs: list[Any], m: int, trained: list[list[Tensor]], losses: Any) -> Any:
+    def _backward(
+        self, batch: Batch, graphs: list[Any], m: int, trained: list[list[Tensor]], losses: Any, to_inputs: Any
+    ) -> Any:
         arriving: dict[int, list[tuple[int, Any]]] = {}  # per port (reader, gradient), readers descending
         for stage in reversed(self.stages):
             leaves, port_edges, loss_edges = graphs[stage.index]
@@ -113,13 +122,16 @@ class Reference:
             if self.probe is not None:
                 self.probe(Kind.BACKWARD, stage.index, m, list(found))
             yield stage.index, own, found[len(wanted) :]
-            gradient: Any
-            for port, leaf in zip(stage.reads, leaves, strict=False):
+            back: list[Any] = []
+            for leaf in leaves:
                 if isinstance(leaf, list):
-                    gradient = [None if t is None else found.pop(0) for t in leaf]
+                    back.append([None if t is None else found.pop(0) for t in leaf])
                 else:
-                    gradient = None if leaf is None else found.pop(0)
+                    back.append(None if leaf is None else found.pop(0))
+            for port, gradient in zip(stage.reads, back, strict=False):
                 arriving.setdefault(port, []).append((stage.index, gradient))
+            for index, gradient in zip(stage.inputs, back[len(stage.reads) :], strict=True):
+                to_inputs[index][m] = add(to_inputs[index][m], gradient)
 
 
 def reference(pipeline: Any, microbatches: int = 1, seed: int | None = None) -> Reference:

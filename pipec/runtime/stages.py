@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from pipec.errors import RunError
 from pipec.runtime.borders import private, unpack, version
 from pipec.runtime.buffers import BufferKeeper
-from pipec.spec import LossSpec, Ref, Spec
-from pipec.tree import Path, flatten, select, unflatten
+from pipec.spec import LossSpec, Ref, Spec, owner_of
+from pipec.tree import Path, flatten, select, show_path, unflatten
 
 OWN = -1  # slot of a loss argument that is the stage's own result
 
@@ -38,7 +38,8 @@ class Call:
         if self.direct is not None:
             return [values[slot] for slot in self.direct], {}
         leaves = [
-            select(own if leaf.slot == OWN else values[leaf.slot], leaf.path) if isinstance(leaf, Argument) else leaf
+            pick("an argument", own if leaf.slot == OWN else values[leaf.slot], leaf.path)
+            if isinstance(leaf, Argument) else leaf
             for leaf in self.leaves
         ]
         args, kwargs = unflatten(self.layout, leaves)
@@ -62,6 +63,11 @@ class StageLoss:
     index: int
     spec: LossSpec
     call: Call
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Parameters of a loss that is a module, with their names."""
+        owner = owner_of(self.spec.fn)
+        return list(owner.named_parameters()) if isinstance(owner, nn.Module) else []
 
 
 class Stage:
@@ -89,14 +95,19 @@ class Stage:
             (i, out.ref.path) for i, out in enumerate(spec.outputs) if out.ref.index == index
         )
         self.fn = self.spec.fn
-        self.module = self.fn if isinstance(self.fn, nn.Module) else None
+        owner = owner_of(self.fn)
+        self.module = owner if isinstance(owner, nn.Module) else None
         owned = (self.module, *(loss.spec.fn for loss in self.losses))
         self.modules = [fn for fn in owned if isinstance(fn, nn.Module)]
         self.buffers = BufferKeeper(*self.modules)
         self._sources = [spec.graph.values[port].name for port in self.reads]
         self._sources += [spec.inputs[index].name for index in self.inputs]
-        self._written = set(range(len(self._sources)))  # what the stage may write into: all, until it has run once
+        self._contested = contested(spec, index, self.reads, self.inputs)
+        self._everything = set(range(len(self._sources)))
+        self._written: set[int] = set()  # what the stage writes into, as seen in the first run of each mode
+        self._learned: set[bool | None] = set()
         self.learning = True
+        self.searched = False  # whether its graph was looked through for tensors that it does not own
 
     def _resolve(self, spec: Spec, ref: Ref) -> Argument:
         if ref.source == "input":
@@ -123,14 +134,19 @@ class Stage:
     def read(self, packets: list[Any]) -> tuple[list[Any], list[Any]]:
         """The stage's own values of what it reads, and the tensors in them to differentiate with respect to.
 
-        Values are shared with other readers. A stage that writes into one that requires no gradient (a mask, an
-        image) gets a copy of its own; which ones it writes into is seen in its first run, on copies of all.
+        Values are shared with other readers. A stage that writes into one gets a copy of its own, which takes the
+        place of the packet in ``packets``. Which ones it writes into is seen in its first run in each of train and
+        eval mode, on copies of all.
         """
+        mode = self.module.training if self.module is not None else None
+        self.learning = mode not in self._learned
+        written = self._everything if self.learning else self._written
         values, leaves = [], []
         for place, packet in enumerate(packets):
-            if place in self._written:
-                packet = packets[place] = private(packet)
             value, wanted = unpack(packet)
+            if place in written:
+                packets[place] = private(packet)
+                value, _ = unpack(packets[place])
             values.append(value)
             leaves.append(wanted)
         return values, leaves
@@ -139,11 +155,19 @@ class Stage:
         """Learn from the first run which values the stage writes into.
 
         Raises:
-            RunError: it wrote into a shared value that it had left alone before.
+            RunError: it wrote into a value that a later stage or the caller sees too, or into a shared one that it
+                had left alone before.
         """
         found = {place for place, packet in enumerate(packets) if version(packet) != versions[place]}
+        for place in sorted(found):
+            if self._contested[place] is not None:
+                raise RunError(
+                    f"stage {self.name!r} writes in place into {self._sources[place]!r}, which "
+                    f"{self._contested[place]}: in which state is not clear; clone it in the stage before writing"
+                )
         if self.learning:
-            self._written, self.learning = found, False
+            self._written = self._written | found
+            self._learned.add(self.module.training if self.module is not None else None)
         elif not found <= self._written:
             names = ", ".join(repr(self._sources[place]) for place in sorted(found - self._written))
             raise RunError(
@@ -151,14 +175,24 @@ class Stage:
                 "time now; clone it in the stage before writing"
             )
 
+    def take(self, out: Any, path: Path) -> Any:
+        """A part of the stage's result.
+
+        Raises:
+            RunError: the result has no such part.
+        """
+        return pick(f"the result of stage {self.name!r}", out, path) if path else out
+
     def run(self, values: list[Any]) -> Any:
         """The stage's result for one microbatch."""
         if self.fn is None:
             raise RunError(f"stage {self.name!r} is a placeholder without a module; it can be drawn but not run")
         args, kwargs = self.call.fill(values)
-        if self.spec.params is not None:
-            return self.fn(self.spec.params, *args, **kwargs)
-        return self.fn(*args, **kwargs)
+        out = self.fn(*args, **kwargs) if self.spec.params is None else self.fn(self.spec.params, *args, **kwargs)
+        parts = self.spec.outputs
+        if parts is not None and not (isinstance(out, tuple | list) and len(out) == parts):
+            raise RunError(f"stage {self.name!r} was declared with outputs={parts} but returned {brief(out)}")
+        return out
 
     def run_loss(self, loss: StageLoss, values: list[Any], own: Any) -> Tensor:
         """A loss for one microbatch, a scalar.
@@ -220,9 +254,61 @@ def named_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from named_leaves(value, f"{path}.{key}" if path else str(key))
 
 
+def contested(spec: Spec, index: int, reads: Sequence[int], inputs: Sequence[int]) -> list[str | None]:
+    """Per value a stage reads, who sees it after the stage: a later stage, the caller, or nobody."""
+    told: list[str | None] = []
+    for port in reads:
+        info, path = spec.graph.values[port], spec.ports[port].path
+        later = [spec.stages[r].name for r in info.readers if r > index]
+        outputs = [
+            out.name for out in spec.outputs if out.ref.index == info.producer
+            and (out.ref.path[: len(path)] == path or path[: len(out.ref.path)] == out.ref.path)
+        ]
+        told.append(
+            f"stage {later[0]!r} reads later" if later else f"is the output {outputs[0]!r}" if outputs else None
+        )
+    for item in inputs:
+        later = [spec.stages[r].name for r in spec.graph.inputs[item].readers if r > index]
+        told.append(f"stage {later[0]!r} reads later" if later else None)
+    return told
+
+
+def pick(what: str, value: Any, path: Path) -> Any:
+    """``value`` at ``path``, or a RunError that says what there is instead."""
+    try:
+        return select(value, path)
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise RunError(f"{what} has no {show_path(path)}; it is {brief(value)}") from None
+
+
+def brief(value: Any) -> str:
+    """What a value is, in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, dict):
+        return f"a dict with the keys {', '.join(map(repr, value)) or 'none'}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def bind(spec: Spec) -> list[Stage]:
-    """Every stage of ``spec``, ready to run."""
-    return [Stage(spec, index) for index in range(len(spec.stages))]
+    """Every stage of ``spec``, ready to run.
+
+    Raises:
+        RunError: a loss has trainable parameters that its stage does not own.
+    """
+    stages = [Stage(spec, index) for index in range(len(spec.stages))]
+    for stage in stages:
+        own = {id(p) for _, p in stage.named_parameters()}
+        for loss in stage.losses:
+            names = [name for name, p in loss.parameters() if p.requires_grad and id(p) not in own]
+            if names:
+                raise RunError(
+                    f"loss {loss.spec.name!r} has parameters of its own ({', '.join(map(repr, names))}), which nobody "
+                    "would train; make it a stage that returns the loss, or switch off their requires_grad"
+                )
+    return stages
 
 
 @torch.no_grad()

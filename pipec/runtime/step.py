@@ -122,39 +122,41 @@ class Step:
 
     def backward_inputs(self) -> None:
         """Send the gradients of inputs that require one into the caller's own graph, once for all microbatches."""
-        tensors: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for index, (item, value) in enumerate(zip(self.batch.spec.inputs, self.batch.values, strict=True)):
-            leaves = flatten(value)[0]
-            if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-                continue
-            sums = [parcel.sum() for parcel in self.input_gradients[index]]
-            rows = [total if isinstance(total, list) else [total] * len(leaves) for total in sums]
-            for place, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    column = [row[place] for row in rows]
-                    gradient = self._join_gradient(leaf, column, item.split)
-                    if gradient is not None:
-                        tensors.append(leaf)
-                        gradients.append(gradient)
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
-
-    def _join_gradient(self, leaf: Tensor, column: list[Tensor | None], dim: int | None) -> Tensor | None:
-        if all(gradient is None for gradient in column):
-            return None
-        if dim is None or self.batch.parts is None:
-            total: Gradient = None
-            for gradient in column:
-                total = add(total, gradient)
-            return total  # type: ignore[no-any-return]
-        pieces = torch.split(leaf.detach(), self.batch.parts, dim)
-        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(pieces, column, strict=True)]
-        return torch.cat(filled, dim)
+        backward_inputs(self.batch, [[parcel.sum() for parcel in column] for column in self.input_gradients])
 
     def result(self) -> Result:
         """Losses and outputs of the minibatch."""
         return joined_result(self.batch, self.outputs, self.losses)
+
+
+def backward_inputs(batch: Batch, sums: Sequence[Sequence[Gradient]]) -> None:
+    """One backward into the caller's graph from the gradients of its inputs, per input and microbatch."""
+    tensors: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for item, value, own in zip(batch.spec.inputs, batch.values, sums, strict=True):
+        leaves = flatten(value)[0]
+        rows = [total if isinstance(total, list) else [total] * len(leaves) for total in own]
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                gradient = _join_gradient(batch, leaf, [row[place] for row in rows], item.split)
+                if gradient is not None:
+                    tensors.append(leaf)
+                    gradients.append(gradient)
+    if tensors:
+        torch.autograd.backward(tensors, gradients)
+
+
+def _join_gradient(batch: Batch, leaf: Tensor, column: list[Tensor | None], dim: int | None) -> Tensor | None:
+    if all(gradient is None for gradient in column):
+        return None
+    if dim is None or batch.parts is None:
+        total: Gradient = None
+        for gradient in column:
+            total = add(total, gradient)
+        return total  # type: ignore[no-any-return]
+    pieces = torch.split(leaf.detach(), batch.parts, dim)
+    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(pieces, column, strict=True)]
+    return torch.cat(filled, dim)
 
 
 def joined_result(batch: Batch, outputs: list[list[Any]], losses: list[list[Any]]) -> Result:

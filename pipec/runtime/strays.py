@@ -1,0 +1,72 @@
+"""Trainable tensors that a stage's graph reaches although the stage does not own them.
+
+A stage's gradients are taken with respect to its own parameters and to what it reads. A tensor that it reaches in any
+other way (a closure, a plain list of modules, an object that carries another stage's graph) would be left without a
+gradient and without a word, so each stage's graph is looked through once, after its first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pipec.errors import RunError
+from pipec.runtime.stages import Stage
+
+
+def check_strays(stage: Stage, stages: Sequence[Stage], roots: Iterable[Any], leaves: Iterable[Any]) -> None:
+    """Look through the graph below ``roots`` (edges, lists of them or None).
+
+    Raises:
+        RunError: it reaches a leaf that is neither in ``leaves`` nor a parameter of the stage.
+    """
+    known = {id(leaf) for leaf in flat(leaves)} | {id(p) for p in stage.trainable()}
+    for leaf in leaves_below(flat(roots)):
+        if id(leaf) not in known:
+            owner = next(
+                (f"{name!r} of stage {other.name!r}" for other in stages for name, p in other.named_parameters()
+                 if p is leaf), None
+            )
+            if owner is None:
+                told, advice = f"a tensor of shape {tuple(leaf.shape)} that requires a gradient", (
+                    "make it a parameter of the stage's module, pass it with params=, or as an input or a value"
+                )
+            else:
+                told, advice = f"the parameter {owner}", (
+                    "hand values over in tensors, tuples, lists, dicts, dataclasses or types registered with "
+                    "torch.utils._pytree, and pass a parameter to every stage that uses it"
+                )
+            raise RunError(
+                f"stage {stage.name!r} computes with {told} but does not own it, so its gradient would be lost; "
+                f"{advice}"
+            )
+
+
+def flat(tree: Any) -> list[Any]:
+    """Entries of nested lists that are not None."""
+    found: list[Any] = []
+    for item in tree:
+        if isinstance(item, list):
+            found += flat(item)
+        elif item is not None:
+            found.append(item)
+    return found
+
+
+def leaves_below(roots: Iterable[Any]) -> list[Tensor]:
+    """Every tensor that the graph accumulates into."""
+    seen: set[Any] = set()
+    stack = [edge.node for edge in roots]
+    found = []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        stack += [following for following, _ in node.next_functions]
+    return found
