@@ -34,6 +34,7 @@ from pipec.compiler import compile as compile_plan
 from pipec.dsl import chain
 from pipec.errors import PipecError, PlanError
 from pipec.render import draw
+from pipec.render.trace import time_unit
 from pipec.schedules import REGISTRY
 
 Arguments = argparse.Namespace
@@ -84,9 +85,23 @@ def run_simulate(arguments: Arguments) -> int:
     return 0
 
 
+def run_trace(arguments: Arguments) -> int:
+    given = _one(arguments)
+    output = arguments.output or Path(_file_name(given) + ".trace.json")
+    timeline = compile_given(given, arguments).simulate(costs_of(arguments, given))
+    timeline.to_chrome_trace(output)
+    scaled = "" if time_unit(timeline.costs.unit) else f"; 1 {timeline.costs.unit or 'unit of time'} shown as 1 ms"
+    print(f"wrote {output}: {len(timeline.plan)} tasks{scaled}; open it in ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _file_name(given: Given) -> str:
+    return re.sub(r"[^\w.-]+", "_", given.name) or "pipeline"
+
+
 def run_draw(arguments: Arguments) -> int:
     given = _one(arguments)
-    output = arguments.output or Path(re.sub(r"[^\w.-]+", "_", given.name) or "pipeline").with_suffix(".svg")
+    output = arguments.output or Path(_file_name(given)).with_suffix(".svg")
     if arguments.graph == "stages" and given.plan is None and arguments.devices is None:
         picture = draw(given.spec, output, graph="stages")
     elif arguments.graph != "timeline":
@@ -201,6 +216,12 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     _json(parser)
 
 
+def _trace_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    add_compile_options(parser)
+    _output(parser, "the trace: .json, or .json.gz (default: the pipeline's name and .trace.json)")
+
+
 def _draw_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     add_compile_options(parser)
@@ -278,6 +299,16 @@ COMMANDS = (
         ),
         _draw_arguments,
         run_draw,
+    ),
+    Command(
+        "trace",
+        "write the simulated timeline as a Chrome/Perfetto trace",
+        (
+            "pipec trace net.py:unet --devices 2 --forward 1.2 --unit ms -o unet.json.gz",
+            "pipec trace --stages 8 --devices 4 --schedule gpipe -o chain.json",
+        ),
+        _trace_arguments,
+        run_trace,
     ),
     Command(
         "schedules",

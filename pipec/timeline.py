@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +33,20 @@ class Timeline:
     Attributes:
         start, end: per task, in the unit of the costs.
         cause: per task the task whose end its start waited for last, -1 at time zero.
+        measured: times are from a clock and not from costs.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, start: Floats, end: Floats, cause: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: Costs,
+        start: Floats,
+        end: Floats,
+        cause: npt.NDArray[np.int32],
+        measured: bool = False,
+    ) -> None:
         self.plan, self.costs, self.start, self.end, self.cause = plan, costs, start, end, cause
+        self.measured = measured
 
     @cached_property
     def makespan(self) -> float:
@@ -172,6 +182,21 @@ class Timeline:
         from pipec.render import draw_timeline
 
         return draw_timeline(self, path, **options)
+
+    def to_chrome_trace(
+        self, path: str | Path, *others: Timeline, names: Sequence[str] | None = None, unit: str = "ms"
+    ) -> None:
+        """Write this timeline, and ``others`` beside it, as a Chrome/Perfetto trace (gzip when it ends in ``.gz``).
+
+        For example ``plan.simulate(costs).to_chrome_trace("both.json.gz", run.trace())``. Costs without a unit of
+        time are shown with one unit as one ``unit``. See :func:`pipec.render.trace.write_trace`.
+
+        Raises:
+            RenderError: names that do not fit, times that are not finite, or a file that cannot be written.
+        """
+        from pipec.render.trace import write_trace
+
+        write_trace([self, *others], path, names=names, unit=unit)
 
     def __repr__(self) -> str:
         return f"<Timeline of {self.plan.graph.name!r}: makespan {self.makespan:g}, bubble {self.bubble:.1%}>"

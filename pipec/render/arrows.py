@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipec.errors import RenderError
-from pipec.ir import Kind
+from pipec.ir import Kind, Plan
 from pipec.render.dot import Item, Line, Point
 from pipec.render.lanes import Tasks, To, copy_tooltip, is_skip
 from pipec.render.palette import CRITICAL
@@ -17,9 +17,8 @@ from pipec.render.window import View
 MOST_ARROWS = 3_000
 
 
-def readers_of_copies(tasks: Tasks) -> dict[int, int]:
+def readers_of_copies(plan: Plan) -> dict[int, int]:
     """Per COPY the first task on the receiving device that waits for it."""
-    plan = tasks.timeline.plan
     task = np.repeat(np.arange(len(plan.table)), np.diff(plan.waits.start))
     needed = plan.waits.ids
     good = (plan.table.kind[needed] == Kind.COPY) & (plan.table.peer[needed] == plan.table.device[task])
@@ -50,7 +49,7 @@ def copy_arrows(tasks: Tasks, view: View, x: To, lane: dict[int, float], height:
         RenderError: more arrows than a reader could follow.
     """
     timeline, table = tasks.timeline, tasks.timeline.plan.table
-    reader = readers_of_copies(tasks)
+    reader = readers_of_copies(timeline.plan)
     shown = frozenset(np.concatenate(list(view.shown.values())).tolist()) if view.shown else frozenset()
     found = [
         c

@@ -32,4 +32,4 @@ def measured(plan: Plan, step: Step) -> Timeline:
     costs = evolve(plan.costs or Costs(), unit="ms")
     copies = plan.table.kind == Kind.COPY
     end = np.where(copies, np.maximum(end, start), end)
-    return Timeline(plan, costs, start, end, cause)
+    return Timeline(plan, costs, start, end, cause, measured=True)
