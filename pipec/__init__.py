@@ -6,6 +6,7 @@ from pipec.dsl import Pipeline, chain, skip
 from pipec.errors import PipecError, PlanError, RenderError, RunError, ScheduleError, SpecError
 from pipec.ir import Kind, Lane, Plan, Task
 from pipec.render import draw
+from pipec.runtime.batchnorm import deferred_batch_norm
 from pipec.runtime.check import check
 from pipec.runtime.profile import profile
 from pipec.runtime.reference import reference
@@ -20,5 +21,5 @@ __version__ = "0.1.0"
 __all__ = [
     "Costs", "Kind", "Lane", "PipecError", "Pipeline", "Plan", "PlanError", "RenderError", "Result", "RunError",
     "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain",
-    "check", "compile", "draw", "parse_schedule", "profile", "reference", "schedules", "skip",
+    "check", "compile", "deferred_batch_norm", "draw", "parse_schedule", "profile", "reference", "schedules", "skip",
 ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipec.ir import Kind
+from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.borders import add, collect, edges, pack, version
 from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.randomness import Position, Purpose, Randomness, Streams
@@ -31,11 +32,16 @@ class Reference:
     def __init__(self, pipeline: Any, microbatches: int, seed: int | None = None) -> None:
         self.spec, self.microbatches = pipeline.spec, microbatches
         self.stages = bind(self.spec)
+        self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
         self.probe: Probe | None = None
         self._position, self._streams = Position(seed), Streams()
 
     def step(self, *args: Any, **inputs: Any) -> Result:
         """Losses and outputs of one minibatch; parameter gradients are added to ``.grad``."""
+        with minibatch(self._deferred):
+            return self._step(args, inputs)
+
+    def _step(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Result:
         batch = Batch(self.spec, args, inputs, self.microbatches)
         packets = batch.packets()
         self._random = Randomness(self._streams, self._position.pinned())

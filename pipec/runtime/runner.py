@@ -13,6 +13,7 @@ from pipec.compiler import forward_plan, with_microbatches
 from pipec.errors import RunError
 from pipec.ir import Plan
 from pipec.runtime.backends import Backend, Replay, Threads
+from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
@@ -67,6 +68,7 @@ class Runner:
         self.spec, self.plan = pipeline.spec, plan
         self._check(devices, backend)
         self.stages: list[Stage] = bind(self.spec)
+        self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
         self._backend: Backend = self._make_backend(backend, watchdog)
         self._updater = Updater(plan, optimizer, self.stages, scaler, before_update)
         self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
@@ -135,7 +137,8 @@ class Runner:
         with Undo(self.stages, parameters) as undo:
             updater.begin()
             devices, channels = self._devices(program, step)
-            self._run(devices, program.ops, channels, step)
+            with minibatch(self._deferred):
+                self._run(devices, program.ops, channels, step)
             undo.check_shared_buffers()
             if not plan.update_early:
                 commit(accumulators, shared)
