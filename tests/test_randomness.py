@@ -637,6 +637,22 @@ def test_two_runs_in_two_threads_open_and_close_at_will() -> None:
     in_threads(3, work)
 
 
+def test_kernels_come_and_go_under_threads_that_draw() -> None:
+    """Draws that are under way while the kernels are put in or taken out end right."""
+    stop = threading.Event()
+    want = plainly(lambda: torch.randn(20000), 3)[0]
+
+    def work(thread: int) -> None:
+        if thread == 0:
+            for _ in range(40):
+                Streams().close()
+            stop.set()
+        while not stop.is_set():
+            assert torch.equal(torch.randn(20000, generator=torch.Generator().manual_seed(3)), want)
+
+    in_threads(4, work)
+
+
 def test_the_mode_serves_where_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(op: object, key: str) -> None:
         raise RuntimeError("no kernel")

@@ -120,9 +120,9 @@ def supply(
 
 # --- kernels at the dispatcher's CPU key ----------------------------------------------------------------------
 
-# Kernels taken out of use. A thread may still be inside one when it is removed: PyTorch frees a removed kernel
-# at once, so the last few sets are held.
-_RETIRED: deque[list[Any]] = deque(maxlen=4)
+# Kernels taken out of use. PyTorch frees a removed kernel at once, even with another thread inside it (measured:
+# a crash within seconds when kernels come and go under threads that draw). So the last sets are held, 31 kB each.
+_RETIRED: deque[list[Any]] = deque(maxlen=256)
 
 
 @cache
