@@ -54,7 +54,7 @@ def row_count(spec: Spec, values: Sequence[Any]) -> int | None:
     counts: dict[int, list[str]] = {}
     problems = []
     for item, value in zip(spec.inputs, values, strict=True):
-        if item.split is None or value is MISSING:
+        if item.split is None or value is MISSING or value is None:  # None: an input left out, a mask say
             continue
         tensors = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
         if not tensors:
