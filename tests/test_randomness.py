@@ -282,7 +282,6 @@ def _nothing_left() -> Iterator[None]:
     """Every test leaves the process's generator, the threads and the installation as they were."""
     assert rng_kernels.THREAD.stream is None
     yield
-    gc.collect()
     assert randomness._INSTALLED.users == 0
     assert torch.random.default_generator is torch.default_generator
     assert rng_kernels.THREAD.stream is None
