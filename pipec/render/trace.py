@@ -328,5 +328,4 @@ def microseconds(nanoseconds: int) -> str:
     return f"{whole}.{rest:03d}" if rest else str(whole)
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # made once: json.dumps would make one a call
