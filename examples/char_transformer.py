@@ -29,10 +29,10 @@ class Embed(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.letter, self.place = nn.Embedding(len(LETTERS), width), nn.Parameter(torch.zeros(LENGTH, width))
-        nn.init.normal_(self.letter.weight, std=width**-0.5)
+        nn.init.normal_(self.letter.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        return self.letter(text) * math.sqrt(self.letter.embedding_dim) + self.place
+        return self.letter(text) + self.place
 
 
 class Block(nn.Module):
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     embed, head = net.spec.stage("embed").fn, net.spec.stage("head").fn
     parameters = list({id(p): p for s in net.spec.stages for p in s.fn.parameters()}.values())
-    optimizer = torch.optim.AdamW(parameters, lr=2e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     losses: list[float] = []
     with pipec.Runner(net, plan, optimizer=optimizer) as run:
         for _ in progress(steps, lambda: f"loss {losses[-1]:.3f}"):

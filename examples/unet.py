@@ -21,20 +21,18 @@ from torch import Tensor, nn
 
 import pipec
 
-SIGMA, BATCH, MICROBATCHES = 0.1, 32, 8
+SIGMA, BATCH, MICROBATCHES, RATE = 0.2, 16, 8, 3e-3
 
 
-class Down(nn.Module):
-    """Halve the image (unless ``scale`` is 1), then two convolutions."""
+def convolution(channels: int, out: int, size: int = 3) -> nn.Conv2d:
+    layer = nn.Conv2d(channels, out, size, padding=size // 2)
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    nn.init.zeros_(layer.bias)
+    return layer
 
-    def __init__(self, channels: int, out: int, scale: int = 2) -> None:
-        super().__init__()
-        self.scale = scale
-        self.first, self.second = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(x, self.scale) if self.scale > 1 else x
-        return F.relu(self.second(F.relu(self.first(x))))
+def convolutions(channels: int, out: int) -> nn.Module:
+    return nn.Sequential(convolution(channels, out), nn.LeakyReLU(0.1), convolution(out, out), nn.LeakyReLU(0.1))
 
 
 class Up(nn.Module):
@@ -42,12 +40,10 @@ class Up(nn.Module):
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.narrow = nn.Conv2d(channels, out, 1)
-        self.first, self.second = nn.Conv2d(2 * out, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
+        self.narrow, self.body = convolution(channels, out, 1), convolutions(2 * out, out)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        x = F.interpolate(self.narrow(x), scale_factor=2)
-        return F.relu(self.second(F.relu(self.first(torch.cat([x, skip], 1)))))
+        return self.body(torch.cat([F.interpolate(self.narrow(x), scale_factor=2), skip], 1))
 
 
 class Clean(nn.Module):
@@ -61,15 +57,19 @@ class Clean(nn.Module):
         return noisy - self.noise(x)
 
 
+def down(channels: int, out: int) -> nn.Module:
+    return nn.Sequential(nn.MaxPool2d(2), convolutions(channels, out))
+
+
 def build(c: int) -> pipec.Pipeline:
     """Stages, their edges, and three skips from the encoder to the decoder."""
     torch.manual_seed(0)
     net = pipec.Pipeline("U-Net")
     noisy, clean = net.input("noisy"), net.input("clean")
-    enc1 = net.stage("enc1", Down(3, c, scale=1), noisy)
-    enc2 = net.stage("enc2", Down(c, 2 * c), enc1)
-    enc3 = net.stage("enc3", Down(2 * c, 4 * c), enc2)
-    middle = net.stage("middle", Down(4 * c, 8 * c), enc3)
+    enc1 = net.stage("enc1", convolutions(3, c), noisy)
+    enc2 = net.stage("enc2", down(c, 2 * c), enc1)
+    enc3 = net.stage("enc3", down(2 * c, 4 * c), enc2)
+    middle = net.stage("middle", down(4 * c, 8 * c), enc3)
     dec3 = net.stage("dec3", Up(8 * c, 4 * c), middle, pipec.skip(enc3))
     dec2 = net.stage("dec2", Up(4 * c, 2 * c), dec3, pipec.skip(enc2))
     dec1 = net.stage("dec1", Up(2 * c, c), dec2, pipec.skip(enc1))
@@ -80,10 +80,10 @@ def build(c: int) -> pipec.Pipeline:
 
 
 def photographs() -> tuple[Tensor, Tensor]:
-    """Both photographs as (2, 3, rows, columns) in 0..1: left four fifths for training, the rest for testing."""
+    """Both photographs as (2, 3, rows, columns) in 0..1: the upper part for training, the lower for testing."""
     images = torch.stack([torch.from_numpy(image.copy()) for image in load_sample_images().images])
     images = images.permute(0, 3, 1, 2).float() / 255
-    return images[..., :512], images[..., 512:]
+    return images[..., :320, :], images[..., 320:, :]
 
 
 def patches(images: Tensor, count: int, size: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     options.add_argument("--recompute", default="never", choices=["never", "always", "except_last"])
     options.add_argument("--out", type=Path, default=Path("out"), help="folder of the pictures")
     chosen = options.parse_args(argv)
-    width, size, steps, rounds = (8, 32, 30, 3) if chosen.quick else (16, 48, 150, 9)
+    width, size, steps, rounds = (8, 24, 60, 3) if chosen.quick else (16, 48, 300, 9)
     torch.set_num_threads(1)  # a device is one core: two of them do not fight over the same ones
     draw = torch.Generator().manual_seed(1)
     train, test = photographs()
@@ -118,7 +118,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     costs = pipec.profile(net, microbatches=MICROBATCHES, noisy=noisy, clean=clean)
     plan = pipec.compile(net, 2, MICROBATCHES, "1f1b", recompute=chosen.recompute, costs=costs)
     predicted = plan.simulate()
-    print("The plan:\n" + "\n".join("  " + line[:116] for line in str(plan).splitlines()[:16]) + "\n  ...\n")
+    head = str(plan).split("\ndevice 0\n")[0].replace("\n", "\n  ")
+    print(f"The plan (print(plan) shows every copy, wait and lifetime, too):\n  {head}")
+    for device, tasks in enumerate(plan.tasks):
+        shown = " ".join(str(task) for task in tasks if task.kind is not pipec.Kind.COPY)
+        print(f"  device {device}: {shown[:95]} ...")
+    print()
     print(f"Predicted from a profile of each stage:\n{predicted}\n")
 
     # 2. The same numbers as without a pipeline.
@@ -147,8 +152,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     print(f"Pictures: {chosen.out / 'unet.svg'} (predicted and measured), {chosen.out / 'unet-stages.svg'}\n")
 
     # 5. Train: your own loop and your own optimizer.
-    optimizer = torch.optim.Adam([p for s in net.spec.stages for p in s.fn.parameters()], lr=2e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    optimizer = torch.optim.Adam([p for s in net.spec.stages for p in s.fn.parameters()], lr=RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
     losses: list[float] = []
     test_noisy, test_clean = patches(test, 64, size, draw)
     with pipec.Runner(net, plan) as run:
