@@ -41,8 +41,8 @@ class Deferred(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that BatchNorm uses
         """As BatchNorm. Called in training outside of a step, the input is a minibatch of its own."""
         if not self.training or self.running_mean is None or self.running_var is None:
-            return super().forward(input)  # type: ignore[no-any-return]
-        self._check_input_dim(input)
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         # with momentum 1 the kernel leaves the microbatch's own mean and unbiased variance in these two
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         out = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
@@ -65,7 +65,8 @@ class Deferred(_BatchNorm):
     def _finish(self) -> None:
         """Move the running statistics once, unless no value was seen. Without a branch: no device is waited for."""
         rows, total, squares = self._sums()
-        assert self.running_mean is not None and self.running_var is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
         seen = rows > 0
         factor = seen.to(self.running_mean.dtype)
         if self.num_batches_tracked is not None:
