@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pipec.compiler import forward_plan, with_microbatches
-from pipec.errors import RunError
+from pipec.errors import RunError, raise_all
 from pipec.ir import Plan
+from pipec.runtime import checkpoint, names
 from pipec.runtime.backends import Backend, Replay, Threads
 from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.channels import Channels
@@ -46,6 +47,8 @@ class Runner:
         scaler: a ``torch.amp.GradScaler``; with UPDATE tasks the runner unscales, skips and adjusts it.
         seed: of the random numbers that stages draw; by default ``torch.initial_seed()`` at each step, so that
             ``torch.manual_seed`` before training makes a run repeatable. See :mod:`pipec.runtime.randomness`.
+        model: the whole module that the stages are parts of, or a dict of tensors by name: state dicts and
+            checkpoints then have its names, however it was cut into stages.
         watchdog: seconds in which no task ends after which the logger "pipec" warns where every device stands.
 
     Raises:
@@ -63,6 +66,7 @@ class Runner:
         before_update: Hook | None = None,
         scaler: Any = None,
         seed: int | None = None,
+        model: names.Model | None = None,
         watchdog: float | None = 300.0,
     ) -> None:
         self.spec, self.plan = pipeline.spec, plan
@@ -71,6 +75,7 @@ class Runner:
         self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
         self._backend: Backend = self._make_backend(backend, watchdog)
         self._updater = Updater(plan, optimizer, self.stages, scaler, before_update)
+        self._owners = names.owners(self.stages, model)
         self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
@@ -240,34 +245,49 @@ class Runner:
                     seen.add(id(parameter))
                     yield parameter
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of all stages as ``stage.key``, for any number of devices."""
-        state: dict[str, Tensor] = {}
-        for stage in self.stages:
-            if stage.module is not None:
-                state |= {f"{stage.name}.{key}": value for key, value in stage.module.state_dict().items()}
-            if stage.spec.params is not None:
-                state |= {f"{stage.name}.{key}": value.detach() for key, value in stage.named_parameters()
-                          if f"{stage.name}.{key}" not in state}
-        return state
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers of all stages, tied ones under each name; the values share memory with the model.
 
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what :meth:`state_dict` gave.
+        Names are those of ``model=``, else ``stage.key`` (``loss.key`` for a loss that is a module).
+        """
+        return names.state_dict(self._owners)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, or what ``model.state_dict()`` gives where ``model=`` was given.
 
         Raises:
-            RunError: listing keys that are missing or unknown; nothing is loaded then.
+            RunError: listing every name that is missing, unknown or of another shape; nothing is loaded then.
         """
-        own = self.state_dict()
-        missing, unknown = [k for k in own if k not in state], [k for k in state if k not in own]
-        wrong = [f"{k} has shape {tuple(state[k].shape)}, expected {tuple(own[k].shape)}" for k in own
-                 if k in state and state[k].shape != own[k].shape]
-        if missing or unknown or wrong:
-            told = [f"missing {', '.join(missing)}"] if missing else []
-            told += [f"unknown {', '.join(unknown)}"] if unknown else []
-            raise RunError(f"the state does not fit pipeline {self.spec.name!r}: " + "; ".join(told + wrong))
-        for key, value in own.items():
-            value.copy_(state[key])
+        raise_all(f"state of pipeline {self.spec.name!r}", names.model_problems(self._owners, state), RunError)
+        names.load_model(self._owners, state)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Everything for a bit-equal continuation: model, optimizers, scaler, number of steps, random numbers.
+
+        A dict of tensors and plain Python for ``torch.save``, read by ``torch.load(..., weights_only=True)``; later
+        steps do not change it. Take it between steps. What the script owns is not in it: its learning-rate
+        schedulers (save their ``state_dict()``), its data loader, ``.grad`` that was not used yet, and optimizers of
+        a plan without UPDATE.
+
+        Raises:
+            RunError: an optimizer has parameters that are in no stage nor in ``model=``.
+        """
+        self._ready()
+        return checkpoint.save(self._owners, self.optimizers, self._updater.scaler, self._position.pinned())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`checkpoint`.
+
+        Devices, schedule and ``update=`` may be others than when it was taken, with ``model=`` the stages too; the
+        step after it is bit-equal as far as the plans' numbers are (random numbers belong to a stage's place, so
+        dropout in other stages draws others). Options of the checkpoint's optimizers, such as the learning rate,
+        replace those given here; so make a learning-rate scheduler first, restore, then load the scheduler's state.
+
+        Raises:
+            RunError: listing everything that does not fit; nothing is loaded then.
+        """
+        self._ready()
+        self._position = checkpoint.restore(self._owners, self.optimizers, self._updater.scaler, state)
 
     def trace(self) -> Timeline:
         """The measured timeline of the last training step, in milliseconds.
