@@ -98,7 +98,7 @@ class Device:
         stage, step, m = self.stages[op.stage], self.step, op.microbatch
         if op.recomputed:
             if stage.buffers:
-                step.snapshots[op.stage, m] = stage.buffers.snapshot()
+                step.snapshots[op.stage, m] = stage.buffers.mark()
             hooks: Any = Discard()
         else:
             hooks = nullcontext() if op.tape >= 0 else torch.no_grad()
@@ -119,14 +119,13 @@ class Device:
     def recompute(self, op: Op) -> None:
         """RECOMPUTE: FORWARD again from the same inputs, buffers and random numbers, for its graph only."""
         stage = self.stages[op.stage]
-        before = None
-        if stage.buffers:
-            before = stage.buffers.swap([b.clone() for b in self.step.snapshots.pop((op.stage, op.microbatch))])
+        marks = self.step.snapshots.pop((op.stage, op.microbatch), [])
+        before = stage.buffers.exchange(marks) if marks else []
         try:
             leaves, out, losses = self._call(stage, op, nullcontext())
         finally:
-            if before is not None:
-                stage.buffers.swap(before)
+            if marks:
+                stage.buffers.put_back(before, marks)
         self._keep(stage, op, leaves, out, losses)
 
     def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, list[Any]]:

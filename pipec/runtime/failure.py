@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -67,11 +68,11 @@ class Undo:
     def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor]) -> None:
         self._buffers = [(s, s.buffers.originals(), s.buffers.snapshot()) for s in stages if s.buffers]
         self._gradients = [(p, p.grad) for p in parameters]
-        users: dict[int, list[tuple[str, str, Tensor]]] = {}
-        for stage, originals, _ in self._buffers:
-            for name, buffer in zip(stage.buffers.names, originals, strict=True):
-                users.setdefault(id(buffer), []).append((stage.name, name, buffer))
-        self._shared = [(found, found[0][2]._version) for found in users.values() if len(found) > 1]
+        users: dict[int, list[tuple[str, str, Tensor, Tensor]]] = {}
+        for stage, originals, values in self._buffers:
+            for name, buffer, value in zip(stage.buffers.names, originals, values, strict=True):
+                users.setdefault(id(buffer), []).append((stage.name, name, buffer, value))
+        self._shared = [found for found in users.values() if len(found) > 1]
 
     def __enter__(self) -> Undo:
         return self
@@ -88,9 +89,10 @@ class Undo:
 
     def check_shared_buffers(self) -> None:
         """Raise RunError when a buffer that several stages hold was written: its value depends on the schedule."""
-        for found, version in self._shared:
-            if found[0][2]._version != version:
-                told = " and ".join(f"{stage!r} (as {name!r})" for stage, name, _ in found)
+        for found in self._shared:
+            _, _, buffer, value = found[0]
+            if not torch.equal(buffer, value):
+                told = " and ".join(f"{stage!r} (as {name!r})" for stage, name, _, _ in found)
                 raise RunError(
                     f"stages {told} share a buffer that a forward changes, so its value would depend on the order in "
                     "which the devices run; give each stage a module of its own, or use it in one stage only"

@@ -65,7 +65,7 @@ class Updater:
     def begin(self) -> None:
         """A step begins; one that failed before it has left nothing behind."""
         self.skip, self.updated = False, []
-        if self.scaler is not None and self.update is not None:
+        if self.scaler is not None and self.scaler.is_enabled() and self.update is not None:
             self.scaler._per_optimizer_states.clear()  # else unscaling again would be refused after a failure
 
     def prepare(self, parameters: list[Tensor]) -> None:

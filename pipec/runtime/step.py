@@ -12,6 +12,7 @@ from pipec.errors import RunError
 from pipec.ir import Kind, Plan
 from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sizes, split
 from pipec.runtime.borders import Gradient, Parcel, add
+from pipec.runtime.buffers import Mark
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.randomness import Purpose, Randomness, Stream
 from pipec.runtime.result import Result
@@ -94,7 +95,7 @@ class Step:
         self.outputs: list[list[Any]] = [[None] * count for _ in spec.outputs]
         self.losses: list[list[Any]] = [[None] * count for _ in spec.losses]
         self.input_gradients = [[Parcel(()) for _ in range(count)] for _ in spec.inputs]
-        self.snapshots: dict[tuple[int, int], list[Tensor]] = {}
+        self.snapshots: dict[tuple[int, int], list[Mark]] = {}
         self.starts: list[int] = [0] * len(plan.table)
         self.ends: list[int] = [0] * len(plan.table)
         self.wanted_losses = batch.wanted_losses
