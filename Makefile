@@ -38,12 +38,13 @@ $(VENV)/installed: pyproject.toml
 	but $(BASE) is %d.%d; say which to use: make BASE=python3.12" % v[:2])'
 	@test -x $(PYTHON) || $(BASE) -m venv $(VENV) || $(BASE) -m venv --clear --without-pip $(VENV)
 	@$(PYTHON) -m pip --version > /dev/null 2>&1 || $(BASE) -m pip --python $(PYTHON) install pip
-	$(PYTHON) -m pip install --quiet '$(TORCH)'
-	$(PYTHON) -m pip install --quiet --editable '.[dev]'
+	@echo 'Installing $(TORCH) and what pipec needs into $(VENV); this happens once and can take minutes.'
+	$(PYTHON) -m pip install -qq '$(TORCH)'
+	$(PYTHON) -m pip install -qq --editable '.[dev]'
 	@touch $@
 
 own-environment:
-	@$(PYTHON) -m pip install --quiet --editable '.[dev]'
+	$(PYTHON) -m pip install -qq --editable '.[dev]'
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

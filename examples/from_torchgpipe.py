@@ -11,7 +11,7 @@
     chunks=4                                     microbatches=4
     checkpoint="except_last"                     recompute="except_last" (also per stage)
     GPipe's fixed order                          schedule="gpipe", "1f1b", ... or your own
-    deferred_batch_norm=True                     not there: statistics are those of each microbatch
+    deferred_batch_norm=True                     net.stage("down", pipec.deferred_batch_norm(Down()), x)
     model(x), loss, loss.backward()              run.step(x=x, target=target) does all three
     the loss sees the whole minibatch            the loss runs per microbatch; a mean is weighted by rows
 """
