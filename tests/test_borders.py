@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import pipec
 
 __all__ = ["kept_streams"]
-Pair = namedtuple("Pair", "h rest")  # noqa: PYI024 - a plain named tuple, as users write them
+Pair = namedtuple("Pair", "h rest")  # a plain named tuple, as users write them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ SHAPES: list[Any] = [
     (lambda h: (h, (h * 2, None)), lambda v: v[0] + v[1][0]),
     (lambda h: [h, 3, None, True, "text", 2.5], lambda v: v[0] * v[1] * v[5] if v[3] is True and v[2] is None else 0),
     (lambda h: {"h": h, "aux": (h * h, None), "flag": True, "n": 3}, lambda v: v["h"] * v["n"] + v["aux"][0]),
-    (lambda h: OrderedDict(b=h, a=h * 2), lambda v: list(v.values())[0]),
+    (lambda h: OrderedDict(b=h, a=h * 2), lambda v: next(iter(v.values()))),
     (lambda h: Pair(h, {"x": h}), lambda v: v.h + v.rest["x"]),
     (lambda h: Frozen(h, (True, "t")), lambda v: v.h if v.flags == (True, "t") else 0),
     (lambda h: Kind(h=h), lambda v: v["h"] if type(v) is Kind else 0),
@@ -451,7 +451,8 @@ def test_writing_into_an_output_is_refused() -> None:
     a = net.stage("a", linear(), x)
     net.output(a)
     net.loss("mse", F.mse_loss, net.stage("b", Writes(lambda v: v.mul_(2)), a), y)
-    with runner(net) as run, pytest.raises(pipec.RunError, match="stage 'b' writes in place into 'a', which is the output"):
+    told = "stage 'b' writes in place into 'a', which is the output"
+    with runner(net) as run, pytest.raises(pipec.RunError, match=told):
         run.step(**data())
 
 
@@ -626,7 +627,9 @@ def tied() -> pipec.Pipeline:
 
 
 @pytest.mark.parametrize("update", [None, "stage", "all"])
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), lambda p: torch.optim.Adam(p, 0.05)])
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.05),
+])
 @pytest.mark.parametrize(("devices", "schedule", "recompute"), [
     (1, "gpipe", "never"), (2, "1f1b", "always"), (4, "1f1b", "never"), (4, "gpipe", "always"),
 ])

@@ -22,7 +22,7 @@ import pipec
 __all__ = ["kept_streams"]
 
 
-class Demanding(Exception):
+class DemandingError(Exception):
     """Its constructor needs arguments, so nobody can make it again from its message."""
 
     def __init__(self, code: int, *, where: str) -> None:
@@ -32,7 +32,7 @@ class Demanding(Exception):
 
 ERRORS: list[Any] = [
     lambda: ValueError("wrong"), lambda: StopIteration("stop"), lambda: SystemExit(3), lambda: KeyboardInterrupt(),
-    lambda: Demanding(7, where="here"), lambda: RuntimeError("out of memory"), lambda: GeneratorExit(),
+    lambda: DemandingError(7, where="here"), lambda: RuntimeError("out of memory"), lambda: GeneratorExit(),
     lambda: StopAsyncIteration("no more"),
 ]
 
@@ -185,7 +185,7 @@ def test_two_stages_fail_at_once() -> None:
     net.loss("mse", F.mse_loss, net.stage("join", torch.add, *parts), y)
     with models.runner(net, 3, 1) as run, pytest.raises(ValueError, match="both") as caught:
         run.step(**models.data())
-    told = ["stage 'left', microbatch 0, FORWARD (0F0) on device 0", "stage 'right', microbatch 0, FORWARD (1F0) on device 1"]
+    told = [f"stage {s!r}, microbatch 0, FORWARD ({n}F0) on device {n}" for n, s in enumerate(("left", "right"))]
     either = [f"pipec: raised in {a}\npipec: {b} failed as well: ValueError: both" for a, b in (told, told[::-1])]
     assert notes(caught.value) in either
 

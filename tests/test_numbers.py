@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import models
@@ -9,9 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import buffers, gradients, parameters, recipes, same
+from models import buffers, gradients, kept_streams, parameters, recipes, same
 
 import pipec
+
+__all__ = ["kept_streams"]
 
 
 def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -69,7 +72,8 @@ def test_reference_agrees_with_one_backward_of_the_uncut_model(recipe: Any, coun
     torch.testing.assert_close(result.loss, total)
     for mine, theirs in zip(gradients(cut), gradients(uncut), strict=True):
         if mine is None or theirs is None:  # nothing flows: both say so, one of them perhaps with zeros
-            assert (mine is None or not mine.any()) and (theirs is None or not theirs.any())
+            assert mine is None or not mine.any()
+            assert theirs is None or not theirs.any()
         else:
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert same(buffers(cut), buffers(uncut))
@@ -194,7 +198,7 @@ def test_neighbours_on_one_device_and_devices_that_come_again(placement: list[in
         got = run.step(**models.data())
     expected = pipec.reference(theirs, 4).step(**models.data())
     assert same([got.losses, got.outputs, gradients(mine)], [expected.losses, expected.outputs, gradients(theirs)])
-    borders = sum(a != b for a, b in zip(placement[:-1], placement[1:], strict=True))
+    borders = sum(a != b for a, b in itertools.pairwise(placement))
     copies = sum(task.kind is pipec.Kind.COPY for task in (plan.table.task(i) for i in range(len(plan))))
     assert copies == 2 * 4 * borders
 

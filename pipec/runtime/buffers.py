@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 Mark = tuple[Tensor, Tensor]  # a buffer and a copy of its values
 
 

@@ -40,6 +40,7 @@ class Batch:
         self.wanted_losses = {
             index for index, loss in enumerate(spec.losses)
             if all(self.values[ref.index] is not MISSING for ref in loss.refs() if ref.source == "input")
+            and (loss.count is None or all(v is not MISSING for v in self._named(loss.count).values()))
         }
         self.weights = [
             self._weights(index) if index in self.wanted_losses else [] for index in range(len(spec.losses))
@@ -64,7 +65,7 @@ class Batch:
         parameters = inspect.signature(fn).parameters.values()
         given = {item.name: value for item, value in zip(self.spec.inputs, self.values, strict=True)}
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return given
+            return {name: value for name, value in given.items() if value is not MISSING}
         return {p.name: given[p.name] for p in parameters}
 
     def packets(self) -> list[list[Any]]:
