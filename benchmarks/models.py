@@ -133,7 +133,7 @@ def unet(rows: int = 8, width: int = 16, size: int = 64) -> Model:
         Part("enc3", nn.Sequential(pool, *convolutions(w2, w3, w3)), ("enc2",)),
         Part("mid1", nn.Sequential(pool, *convolutions(w3, w4, w4)), ("enc3",)),
         Part("mid2", nn.Sequential(*convolutions(w4, w4, w4)), ("mid1",)),
-        Part("mid3", nn.Sequential(*convolutions(w4, w4, w4)), ("mid2",)),
+        Part("mid3", nn.Sequential(*convolutions(w4, w4)), ("mid2",)),
         Part("dec3", Up(w4, w3), ("mid3", "enc3")),
         Part("dec2", Up(w3, w2), ("dec3", "enc2")),
         Part("dec1", Up(w2, w1, head=3), ("dec2", "enc1")),

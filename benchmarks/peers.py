@@ -294,6 +294,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=cases, default=list(cases))
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    quiet = rounds.Quiet()
     if not importlib.util.find_spec("torchgpipe"):
         print(ABSENT, end="\n\n")
     tables = []
@@ -303,7 +304,7 @@ def main() -> None:
                 tables.append(contest(build, microbatches, options.rounds, ranks=name == "transformer"))
     if "host" in options.only:
         tables.append(host(options.rounds))
-    rounds.publish("peers", f"{rounds.machine()}; {options.rounds} rounds.", tables, options.markdown)
+    rounds.publish("peers", f"{rounds.machine()}; {options.rounds} rounds; {quiet}.", tables, options.markdown)
 
 
 if __name__ == "__main__":

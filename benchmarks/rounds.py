@@ -36,6 +36,30 @@ def prepare() -> None:
     torch.set_num_threads(1)
 
 
+class Quiet:
+    """Watches from its creation on how much of the machine went to anything but this process and its children."""
+
+    def __init__(self) -> None:
+        self.begin = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds: the clock, busy time of all cores (stolen time included), own CPU time."""
+        stat = Path("/proc/stat")
+        busy = 0.0
+        if stat.exists():
+            user, nice, system, _idle, _wait, irq, soft, steal = map(int, stat.read_text().split("\n")[0].split()[1:9])
+            busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy, sum(os.times()[:4])
+
+    def __str__(self) -> str:
+        clock, busy, own = (after - before for before, after in zip(self.begin, self._now(), strict=True))
+        if not busy:
+            return "unknown what other programs used meanwhile"
+        others = max(busy - own, 0.0) / clock
+        return f"other programs used {others:.2f} of {os.cpu_count()} cores meanwhile"
+
+
 class Times(NamedTuple):
     """Seconds per call in each round: by the clock, and of CPU time over all threads of this process."""
 
@@ -123,6 +147,7 @@ def publish(section: str, head: str, tables: Sequence[Table], markdown: bool) ->
     """Print the tables; with ``markdown`` also put them into RESULTS.md in place of the section's last ones."""
     for table in tables:
         print(table.text(), end="\n\n")
+    print(head)
     if not markdown:
         return
     begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"

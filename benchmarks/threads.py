@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=cases, default=list(cases))
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
+    quiet = rounds.Quiet()
     tables, simulations = [], []
     for name, build in (("unet", models.unet), ("transformer", models.transformer)):
         if name in options.only:
@@ -105,7 +106,7 @@ def main() -> None:
         tables.append(sweep(models.matmul, (1, 2, 4, 8, 16), options.rounds, "Stages of 512 x 512 products"))
     if "python" in options.only:
         tables.append(sweep(models.pure_python, (8,), options.rounds, "Stages that hold the interpreter lock"))
-    rounds.publish("threads", f"{rounds.machine()}; {options.rounds} rounds.", tables, options.markdown)
+    rounds.publish("threads", f"{rounds.machine()}; {options.rounds} rounds; {quiet}.", tables, options.markdown)
 
 
 if __name__ == "__main__":
