@@ -129,6 +129,7 @@ def model_problems(found: Sequence[Owner], state: State) -> list[Problem]:
     unknown = [name for name in state if name not in own]
     problems = [Problem(f"missing: {', '.join(missing)}")] if missing else []
     problems += [Problem(f"unknown: {', '.join(unknown)}")] if unknown else []
+    checked: set[str] = set()
     for name, value in own.items():
         given = state.get(name)
         if name not in state or not isinstance(value, Tensor) or is_lazy(value):
@@ -138,9 +139,11 @@ def model_problems(found: Sequence[Owner], state: State) -> list[Problem]:
         elif given.shape != value.shape:
             problems.append(Problem(f"{name} has shape {tuple(given.shape)}, expected {tuple(value.shape)}"))
         else:
-            first = next(other for other in same[name] if other in state)
-            if first != name and not _equal(state[first], given):
-                problems.append(Problem(f"{first} and {name} are one tensor here, but two different ones there"))
+            checked.add(name)
+            problems += [
+                Problem(f"{other} and {name} are one tensor here, but two different ones there")
+                for other in same[name] if other != name and other in checked and not _equal(state[other], given)
+            ]
     if missing and unknown:
         problems.append(Problem("names are stage.key, or those of the module given as Runner(model=...)"))
     return problems
