@@ -202,7 +202,8 @@ def options(draw: Any, recipe: Recipe) -> dict[str, Any]:
     count = len(recipe.nodes)
     names = [f"s{number}" for number in range(count)]
     devices = draw(st.integers(1, min(4, count)))
-    schedule: Any = draw(st.sampled_from([*REGISTRY, "random"]))
+    ordered = any(node.kind == "batchnorm" for node in recipe.nodes)  # a random order would be refused
+    schedule: Any = draw(st.sampled_from([*REGISTRY] if ordered else [*REGISTRY, "random"]))
     placement: Any = None
     if schedule == "random":
         schedule = any_order(draw(st.integers(0, 1000)), split=False)
@@ -365,6 +366,12 @@ def equal_everywhere(build: Callable[[], pipec.Pipeline], given: dict[str, Any],
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_streams() -> Iterator[None]:
-    """Keep the kernels of the random streams installed between the runners of a test file: installing takes time."""
+    """Keep the kernels of the random streams installed between the runners of a test file: installing takes time.
+
+    One intra-op thread: on tensors this small, more only wait for each other.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with Streams():
         yield
+    torch.set_num_threads(threads)

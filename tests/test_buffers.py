@@ -124,7 +124,7 @@ def test_forwards_of_a_stage_with_buffers_are_ordered_even_where_a_schedule_is_n
                 [(2, c, m) for m in order for c in reversed(problem.on(d))] for d in range(problem.devices)]
 
     net = norms()
-    with pytest.raises(pipec.PlanError, match="stage 'b'.*stages whose buffers change run their forwards in ascending"):
+    with pytest.raises(pipec.PlanError, match=r"stage 'b'.*whose buffers change run their forwards in ascending"):
         runner(net, 3, 4, shuffled)
 
 

@@ -65,9 +65,9 @@ def test_a_handwritten_schedule_and_fewer_rows_than_its_microbatches() -> None:
 
 def test_rows_that_disagree_and_inputs_that_cannot_be_split() -> None:
     with runner(chain(2)) as run:
-        with pytest.raises(pipec.RunError, match="disagree on the number of rows.*x: 8.*y: 6"):
+        with pytest.raises(pipec.RunError, match=r"disagree on the number of rows.*x: 8.*y: 6"):
             run.step(x=data(8)["x"], y=data(6)["y"])
-        with pytest.raises(pipec.RunError, match="'y' of shape .* cannot be split along dimension 0.*split=None"):
+        with pytest.raises(pipec.RunError, match=r"'y' of shape .* cannot be split along dimension 0.*split=None"):
             run.step(x=data(8)["x"], y=torch.tensor(1.0))
         with pytest.raises(pipec.RunError, match="'y' holds no tensor to split, got str"):
             run.step(x=data(8)["x"], y="text")

@@ -131,9 +131,9 @@ def test_a_hook_without_updates_and_what_needs_all_gradients_with_early_ones() -
     with pytest.raises(pipec.RunError, match="before_update needs a plan with UPDATE tasks"):
         runner(chain(3), before_update=lambda p: None)
     early = {"update": "stage", "update_early": True, "optimizer": sgd}
-    with pytest.raises(pipec.RunError, match="before_update needs all gradients.*update_early"):
+    with pytest.raises(pipec.RunError, match=r"before_update needs all gradients.*update_early"):
         runner(chain(3), before_update=lambda p: None, **early)
-    with pytest.raises(pipec.RunError, match="scaler needs all gradients.*update_early"):
+    with pytest.raises(pipec.RunError, match=r"scaler needs all gradients.*update_early"):
         runner(chain(3), scaler=torch.amp.GradScaler("cpu"), **early)
     shared = nn.Linear(8, 8)
     with pytest.raises(pipec.RunError, match="stages 'a' and 'b' share the parameter 'weight'"):
