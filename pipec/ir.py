@@ -276,7 +276,8 @@ class Plan:
     @property
     def training(self) -> bool:
         """False for a plan of forwards only."""
-        return bool(np.isin(self.table.kind, BACKWARDS).any())
+        kinds = self.table.kind
+        return bool(((kinds >= Kind.BACKWARD) & (kinds <= Kind.BACKWARD_WEIGHT)).any())
 
     @property
     def tasks(self) -> tuple[TaskView, ...]:

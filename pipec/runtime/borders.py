@@ -42,12 +42,17 @@ def pack(value: Any) -> Any:
     return Packed([detach(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], layout)
 
 
-def unpack(packet: Any) -> tuple[Any, Any]:
-    """A reader's value and the tensors in it to differentiate with respect to (None where there is none).
+def own(packet: Any) -> Any:
+    """The packet with tensors of the reader's own where they require a gradient: leaves of the reader's graph."""
+    if isinstance(packet, Tensor):
+        return packet.detach().requires_grad_() if packet.requires_grad else packet
+    if isinstance(packet, Packed):
+        return Packed([own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in packet.leaves], packet.layout)
+    return packet
 
-    Readers share the packet's own tensors: gradients are taken from each reader's graph, never accumulated into
-    them, so one leaf serves all.
-    """
+
+def unpack(packet: Any) -> tuple[Any, Any]:
+    """The value of a packet, and the tensors in it to differentiate with respect to (None where there is none)."""
     if isinstance(packet, Tensor):
         return packet, packet if packet.requires_grad else None
     if not isinstance(packet, Packed):

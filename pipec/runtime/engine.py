@@ -23,6 +23,13 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
+def accumulate(roots: Sequence[GradientEdge], seeds: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Add vector-Jacobian products to ``.grad`` of ``wanted``, each as soon as it is there and still in the cache."""
+    _engine_run_backward(
+        tuple(roots), tuple(seeds), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def gradients(
     roots: Sequence[GradientEdge], seeds: Sequence[Tensor], wanted: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:

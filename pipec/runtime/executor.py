@@ -23,7 +23,7 @@ from pipec.runtime.borders import (
     version,
 )
 from pipec.runtime.channels import Channels, Stopped
-from pipec.runtime.engine import gradients
+from pipec.runtime.engine import accumulate, gradients
 from pipec.runtime.program import Op, Route
 from pipec.runtime.randomness import Purpose
 from pipec.runtime.record import profiling, recorded
@@ -134,7 +134,7 @@ class Device:
         packets += [step.inputs[index][op.microbatch] for index in stage.inputs]
         values, leaves = stage.read(packets)
         versions = [version(packet) for packet in packets]
-        with step.stream(op.stage, op.microbatch), hooks:
+        with step.random.task(op.stage, op.microbatch, Purpose.FORWARD), hooks:
             out = stage.run(values)
             losses = [
                 stage.run_loss(loss, values, out) if loss.index in step.wanted_losses else None
@@ -178,9 +178,13 @@ class Device:
         if not roots or not wanted:
             accumulator.add(op.microbatch, [None] * len(accumulator.parameters))
             return
-        with step.stream(op.stage, op.microbatch, Purpose.BACKWARD):
-            found = gradients(roots, seeds, wanted)
-        accumulator.add(op.microbatch, found[len(flat) :])
+        with step.random.task(op.stage, op.microbatch, Purpose.BACKWARD):
+            if accumulator.direct:
+                accumulate(roots, seeds, wanted)
+                found: Any = [leaf.grad for leaf in flat]
+            else:
+                found = gradients(roots, seeds, wanted)
+                accumulator.add(op.microbatch, found[len(flat) :])
         if step.probe is not None:
             step.probe(Kind.BACKWARD, op.stage, op.microbatch, list(found))
         self._give_back(stage, op, _shaped(found, shape))

@@ -1,7 +1,8 @@
-"""Parameter gradients of one step: private accumulators that become ``.grad`` when the step has succeeded.
+"""Parameter gradients of one step, added onto what ``.grad`` held, microbatch by microbatch in ascending order.
 
-Microbatches are added in ascending order onto what ``.grad`` held; one that finishes early waits for its turn.
-A parameter that several stages use is added up per stage first, then over the stages in ascending order.
+Where a stage's backwards run in that order and its parameters are its own, autograd adds each gradient to ``.grad``
+the moment it is made. Otherwise a private accumulator takes them: a microbatch that finishes early waits for its
+turn, and a parameter that several stages use is added up per stage first, then over the stages in ascending order.
 """
 
 from __future__ import annotations
@@ -13,16 +14,28 @@ from torch import Tensor
 
 
 class Accumulator:
-    """The gradients of one stage's parameters over the microbatches of a step."""
+    """The gradients of one stage's parameters over the microbatches of a step.
+
+    Attributes:
+        direct: autograd may add to ``.grad``; nothing needs :meth:`add`.
+    """
 
     def __init__(self, parameters: list[Tensor], shared: set[int], microbatches: Sequence[int]) -> None:
-        """``shared``: ids of parameters that other stages use as well, whose sum starts from nothing."""
+        """``shared``: ids of parameters that other stages use as well; ``microbatches``: in the order of backwards."""
         self.parameters = parameters
+        self._order = sorted(microbatches)
+        self.direct = self._order == list(microbatches) and not any(id(p) in shared for p in parameters)
         self.sums: list[Tensor | None] = [None if id(p) in shared else p.grad for p in parameters]
         self._own = [False] * len(parameters)  # a sum that is still the user's .grad must not be written
-        self._order = list(microbatches)
         self._next = 0
         self._waiting: dict[int, Sequence[Tensor | None]] = {}
+
+    def begin(self) -> None:
+        """Before the first task: what ``.grad`` holds is the caller's, so additions go to a copy."""
+        if self.direct:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     def add(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Add a microbatch's gradients when its turn comes."""
@@ -74,7 +87,7 @@ def shared_parameters(parameters: Sequence[list[Tensor]]) -> set[int]:
 
 @torch.no_grad()
 def commit(accumulators: Sequence[Accumulator], shared: set[int]) -> None:
-    """Make the sums the parameters' ``.grad``, then run their post-accumulate hooks, once per step."""
+    """Make private sums the parameters' ``.grad``, then run their post-accumulate hooks, once."""
     totals: dict[int, Tensor] = {}
     changed: dict[int, Tensor] = {}
     for accumulator in accumulators:

@@ -63,7 +63,7 @@ class Program:
     slots: tuple[int, ...]
     routes: tuple[Route, ...]
     merged: tuple[Op, ...]  # all ops in the plan's one order
-    backward_order: tuple[tuple[int, ...], ...]  # per stage its microbatches, ascending, that have a backward
+    backward_order: tuple[tuple[int, ...], ...]  # per stage its microbatches in the order of their backwards
 
 
 class _Slots:
@@ -119,7 +119,7 @@ def build_program(plan: Plan) -> Program:
         if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             order[op.stage].append(op.microbatch)
     return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes, merged,
-                   tuple(tuple(sorted(row)) for row in order))
+                   tuple(map(tuple, order)))
 
 
 def _places(plan: Plan, made: list[Op]) -> dict[int, int]:

@@ -277,5 +277,7 @@ class Randomness:
 
     def task(self, stage: int, microbatch: int, purpose: Purpose) -> Stream:
         """The stream of one task of this step."""
-        purpose = Purpose.INFERENCE if self.inference else purpose
-        return self.streams.task(self.position.seed or 0, self.position.step, stage, microbatch, purpose)
+        position = self.position
+        if self.inference:
+            purpose = Purpose.INFERENCE
+        return Stream((position.seed or 0, position.step, stage, microbatch, purpose), self.streams.with_mode)

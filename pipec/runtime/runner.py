@@ -140,6 +140,9 @@ class Runner:
                     self.probe, random=Randomness(self._streams, self._position.pinned()))
         parameters = list({id(p): p for own in trained for p in own}.values())
         with Undo(self.stages, parameters) as undo:
+            for accumulator in accumulators:
+                accumulator.begin()
+                accumulator.direct &= self.probe is None
             updater.begin()
             devices, channels = self._devices(program, step)
             with minibatch(self._deferred):

@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipec.errors import RunError
-from pipec.runtime.borders import private, unpack, version
+from pipec.runtime.borders import own, private, unpack, version
 from pipec.runtime.buffers import BufferKeeper
 from pipec.spec import LossSpec, Ref, Spec, owner_of
 from pipec.tree import Path, flatten, select, show_path, unflatten
@@ -143,9 +143,10 @@ class Stage:
         written = self._everything if self.learning else self._written
         values, leaves = [], []
         for place, packet in enumerate(packets):
-            value, wanted = unpack(packet)
+            mine = own(packet)
+            value, wanted = unpack(mine)
             if place in written:
-                packets[place] = private(packet)
+                packets[place] = private(mine)
                 value, _ = unpack(packets[place])
             values.append(value)
             leaves.append(wanted)

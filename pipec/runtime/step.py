@@ -14,7 +14,7 @@ from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sizes, sp
 from pipec.runtime.borders import Gradient, Parcel, add
 from pipec.runtime.buffers import Mark
 from pipec.runtime.gradients import Accumulator
-from pipec.runtime.randomness import Purpose, Randomness, Stream
+from pipec.runtime.randomness import Randomness
 from pipec.runtime.result import Result
 from pipec.spec import Spec
 from pipec.tree import flatten
@@ -106,10 +106,6 @@ class Step:
         """The gradient of the minibatch's loss with respect to one microbatch's."""
         weight = self.batch.weights[loss][microbatch] * self.scale
         return torch.full_like(self.losses[loss][microbatch], weight)
-
-    def stream(self, stage: int, microbatch: int, purpose: Purpose = Purpose.FORWARD) -> Stream:
-        """The random numbers of one task."""
-        return self.random.task(stage, microbatch, purpose)
 
     def update(self, stage: int) -> None:
         if self._update is not None:
