@@ -41,8 +41,8 @@ class Context:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             contextvars.copy_context(),
-            (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()),
-            torch._C._autograd._top_saved_tensors_default_hooks(False),  # type: ignore[attr-defined]
+            (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()),  # type: ignore[no-untyped-call]
+            torch._C._autograd._top_saved_tensors_default_hooks(False),
         )
 
     @contextmanager

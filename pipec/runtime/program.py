@@ -34,8 +34,23 @@ class Op:
     """
 
     __slots__ = (
-        "device", "frees", "gives", "gradients", "kind", "microbatch", "reads", "readers", "receives", "recomputed",
-        "returns", "route", "slot", "source", "stage", "tape", "task",
+        "device",
+        "frees",
+        "gives",
+        "gradients",
+        "kind",
+        "microbatch",
+        "readers",
+        "reads",
+        "receives",
+        "recomputed",
+        "returns",
+        "route",
+        "slot",
+        "source",
+        "stage",
+        "tape",
+        "task",
     )
 
     def __init__(self, task: int, kind: Kind, stage: int, microbatch: int, device: int) -> None:
