@@ -11,6 +11,7 @@ from torch import Tensor
 from pipec.costs import Costs, StageCosts
 from pipec.errors import RunError
 from pipec.runtime.borders import Packed, collect, edges, pack, version
+from pipec.runtime.engine import accumulate
 from pipec.runtime.stages import Stage, bind
 from pipec.runtime.step import Batch
 from pipec.tree import flatten, select
@@ -61,8 +62,11 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
     gradients: dict[str, int] = {}
     kept: dict[str, int] = {}
     buffers = [(stage, stage.buffers.originals(), stage.buffers.snapshot()) for stage in stages if stage.buffers]
+    gradients_before = [(p, p.grad) for stage in stages for p in stage.trainable()]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
+            for parameter, _ in gradients_before:
+                parameter.grad = None
             for stage in stages:
                 read = [values[port] for port in stage.reads] + [packets[index] for index in stage.inputs]
                 out, costs, saved = _measure(stage, read, repeats)
@@ -74,6 +78,8 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
                     kept[name] = own
                 made[stage.name] = costs
         finally:
+            for parameter, gradient in gradients_before:
+                parameter.grad = gradient
             for stage, originals, before in buffers:
                 stage.buffers.restore(originals, before)
     return Costs(stages=made, values=sizes, gradients=gradients, saved_values=kept, unit="ms")
@@ -147,7 +153,7 @@ def _backward(stage: Stage, out: Any, losses: list[Tensor], wanted: list[Tensor]
     if not roots:
         return 0.0
     begin = time.perf_counter()
-    torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+    accumulate(roots, seeds, wanted)  # as a step does it, so that adding to .grad is part of the cost
     return time.perf_counter() - begin
 
 

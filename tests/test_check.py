@@ -1,0 +1,69 @@
+"""Check: agreement is told, and a difference is named where it first shows."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipec
+
+
+class Impure(nn.Module):
+    """Gives another result on worker threads: what a stage with hidden state looks like from outside."""
+
+    def __init__(self, when: int) -> None:
+        super().__init__()
+        self.line, self.when, self.calls = nn.Linear(4, 4), when, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.line(x)
+        if threading.current_thread() is not threading.main_thread():
+            self.calls += 1
+            if self.calls == self.when:
+                out = out + 1
+        return out
+
+
+def net(second: nn.Module) -> pipec.Pipeline:
+    made = pipec.Pipeline("net")
+    x, y = made.input("x"), made.input("y")
+    value = made.stage("second", second, made.stage("first", nn.Linear(4, 4), x))
+    made.output(value)
+    made.loss("mse", F.mse_loss, made.stage("third", nn.Linear(4, 4), value), y)
+    return made
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(6, 4), "y": torch.randn(6, 4)}
+
+
+def test_agreement_counts_what_was_compared_and_leaves_everything_as_it_was() -> None:
+    made = net(nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)))
+    modules = [stage.fn for stage in made.spec.stages]
+    before = [{k: v.clone() for k, v in m.state_dict().items()} for m in modules]  # type: ignore[union-attr]
+    report = pipec.check(made, batch(), devices=3, microbatches=2, recompute="always")
+    assert report
+    assert str(report) == f"net: 1f1b, 3 devices, 2 microbatches: bit-equal to the reference in {report.compared} tensors"
+    assert report.compared > 20
+    for module, state in zip(modules, before, strict=True):
+        assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())  # type: ignore[union-attr]
+        assert all(p.grad is None for p in module.parameters())  # type: ignore[union-attr]
+
+
+def test_the_first_difference_is_named_with_stage_microbatch_and_task() -> None:
+    report = pipec.check(net(Impure(when=2)), batch(), devices=2, microbatches=3, backend="threads")
+    assert not report
+    lines = str(report).splitlines()
+    assert lines[0].startswith("net: 1f1b, 2 devices, 3 microbatches: ")
+    assert lines[1].startswith("  stage 'second', microbatch 1, FORWARD (1F1): shape (2, 4) differs by up to 1")
+    assert not any("microbatch 0" in line or "'first', microbatch 1, FORWARD" in line for line in lines)
+    assert any("output 'second'" in d.where for d in report.differences)
+
+
+def test_a_given_plan_is_checked() -> None:
+    made = net(nn.Tanh())
+    plan = pipec.compile(made, 2, 3, "gpipe")
+    assert pipec.check(made, batch(), plan)
