@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     options.add_argument("--recompute", default="never", choices=["never", "always", "except_last"])
     options.add_argument("--out", type=Path, default=Path("out"), help="folder of the pictures")
     chosen = options.parse_args(argv)
-    width, size, steps, rounds = (8, 24, 60, 3) if chosen.quick else (16, 48, 300, 9)
+    width, size, steps, rounds = (8, 24, 60, 3) if chosen.quick else (16, 48, 200, 9)
     torch.set_num_threads(1)  # a device is one core: two of them do not fight over the same ones
     draw = torch.Generator().manual_seed(1)
     train, test = photographs()
