@@ -73,7 +73,10 @@ def _by_task(plan: Plan) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[i
     free: dict[tuple[int, int], list[str]] = defaultdict(list)
     for number in range(len(plan.buffers)):
         token, device = plan.buffers.token(number), int(plan.buffers.device[number])
-        new[int(plan.buffers.writer[number]), device].append(token)
+        writer = int(plan.buffers.writer[number])
+        if plan.buffers.kind[number] == Buffer.GRADIENT and plan.table.kind[writer] == Kind.COPY:
+            token += f":{plan.table.device[writer]}"  # apart from this device's own gradient of the value
+        new[writer, device].append(token)
         free[int(plan.buffers.free[number]), device].append(token)
     return new, free
 
@@ -105,7 +108,7 @@ _ITEM = r"(\d+)(?:\.(\d+))?(?:~(\d+))?"
 _TASK = re.compile(
     rf"%(\d+)\s+(?:(?P<copy>d?v(\d+)\[{_ITEM}\]:(\d+)>(\d+))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
 )
-_BUFFER = re.compile(rf"(dv|v|a)(\d+)\[{_ITEM}\]")
+_BUFFER = re.compile(rf"(dv|v|a)(\d+)\[{_ITEM}\](?::\d+)?")
 
 
 def parse_plan(text: str) -> Plan:
