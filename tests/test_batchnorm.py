@@ -221,9 +221,21 @@ def test_called_outside_of_a_step_it_is_an_ordinary_layer() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     with runner(first(layer), 2, 3) as run:
         run.step(x=rows(6, seed=9))
+    layer(rows(6, seed=10))
     plain(rows(6, seed=9))
+    plain(rows(6, seed=10))
     for mine, theirs in zip(statistics(layer), statistics(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_failed_step_of_the_reference_leaves_no_sums() -> None:
+    net = build()
+    loop = pipec.reference(net, 4)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        loop.step(**data(7))  # 2, 2, 2, 1 rows: three microbatches were counted
+    sums = [value for name, value in net.spec.stages[0].fn.named_buffers() if "deferred" in name]
+    assert len(sums) == 3
+    assert not any(bool(value.any()) for value in sums)
 
 
 def test_layers_stay_themselves_and_state_dicts_keep_their_keys() -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -253,9 +254,10 @@ def test_fifty_runners_come_and_go(closed: bool, no_collector: None) -> None:
 
 def settle() -> None:
     """Wait until worker threads that were told to end have ended."""
+    deadline = time.monotonic() + 10
     for thread in threading.enumerate():
         if thread.name.startswith("pipec ") and "device" in thread.name:
-            thread.join(timeout=10)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def mixed() -> pipec.Pipeline:
