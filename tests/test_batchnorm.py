@@ -282,3 +282,44 @@ def test_layers_that_cannot_be_deferred_are_all_named() -> None:
     assert "call it once with a batch first" in str(error.value)
     assert "layer d is a SyncBatchNorm" in str(error.value)
     assert type(module["b"]) is nn.BatchNorm1d  # nothing was changed
+
+
+def test_compiled_stages_and_autocast() -> None:
+    """Sizes change between the steps, so code is traced again."""
+    plain, compiled = build(), build()
+    stages = [torch.compile(stage.fn, backend="eager") for stage in compiled.spec.stages]
+    net = of_modules(*stages)
+    with runner(plain, 2, 3, recompute="always") as one, runner(net, 2, 3, recompute="always") as two:
+        for step, count in enumerate((12, 10, 7)):
+            with torch.autocast("cpu", torch.bfloat16):
+                got, expected = two.step(**data(count, step)), one.step(**data(count, step))
+            assert same([got.losses, got.output], [expected.losses, expected.output])
+    assert same(buffers(compiled), buffers(plain))
+    assert int(plain.spec.stages[0].fn[1].num_batches_tracked) == 3
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_layer_called_twice_by_its_stage_counts_all_its_values(recompute: str) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = pipec.deferred_batch_norm(nn.BatchNorm1d(4, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) + self.norm(x * 2)
+
+    module, plain = Twice(), nn.BatchNorm1d(4, dtype=torch.float64)
+    with runner(first(module), 2, 3, recompute=recompute) as run:
+        run.step(x=rows(8))
+    plain(torch.cat([rows(8), rows(8) * 2]))
+    for mine, theirs in zip(statistics(module.norm), statistics(plain), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_check_and_profile_leave_the_layers_alone() -> None:
+    net = build()
+    before = buffers(net)
+    report = pipec.check(net, data(10), devices=2, microbatches=4, recompute="always")
+    assert report, str(report)
+    pipec.profile(net, **data(4))
+    assert same(buffers(net), before)
