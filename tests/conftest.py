@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
 settings.register_profile("pipec", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("pipec")
+
+torch.set_num_threads(1)  # several devices share the cores; with tiny tensors more threads only wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

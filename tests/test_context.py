@@ -169,3 +169,19 @@ def test_a_standstill_is_told_with_the_place_of_every_device(caplog: pytest.LogC
         "  device 0 waits to begin stage 'first', microbatch 0, BACKWARD (0B0) on device 0",
         "  device 1 runs stage 'stuck', microbatch 0, FORWARD (1F0) on device 1",
     ]
+
+
+def test_two_intra_op_threads_are_bit_equal_to_the_reference_with_two() -> None:
+    torch.manual_seed(0)
+    net = pipec.Pipeline("wide")
+    x, y = net.input("x"), net.input("y")
+    value = net.stage("b", nn.Conv2d(8, 8, 3, padding=1), net.stage("a", nn.Conv2d(3, 8, 3, padding=1), x))
+    net.loss("mse", F.mse_loss, net.stage("c", nn.LayerNorm([8, 24, 24]), value), y)
+    data = {"x": torch.randn(8, 3, 24, 24), "y": torch.randn(8, 8, 24, 24)}
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        report = pipec.check(net, data, devices=3, microbatches=2, backend="threads")
+    finally:
+        torch.set_num_threads(before)
+    assert report, str(report)
