@@ -21,6 +21,7 @@ from pipec.spec import Ref
 from pipec.tree import flatten, select, tree_map
 
 WIDTH, WORDS = 8, 11
+RUNS = [name for name, make in REGISTRY.items() if not getattr(make(), "split", False)]
 
 
 @dataclasses.dataclass
@@ -203,7 +204,7 @@ def options(draw: Any, recipe: Recipe) -> dict[str, Any]:
     names = [f"s{number}" for number in range(count)]
     devices = draw(st.integers(1, min(4, count)))
     ordered = any(node.kind == "batchnorm" for node in recipe.nodes)  # a random order would be refused
-    schedule: Any = draw(st.sampled_from([*REGISTRY] if ordered else [*REGISTRY, "random"]))
+    schedule: Any = draw(st.sampled_from([*RUNS] if ordered else [*RUNS, "random"]))
     placement: Any = None
     if schedule == "random":
         schedule = any_order(draw(st.integers(0, 1000)), split=False)
@@ -264,13 +265,14 @@ def whole(net: pipec.Pipeline, count: int, inputs: dict[str, Any]) -> Tensor:
     return total
 
 
-def parameters(net: pipec.Pipeline) -> list[Tensor]:
-    """All parameters of a pipeline, each once."""
+def parameters(net: pipec.Pipeline, *, backward: bool = False) -> list[Tensor]:
+    """All parameters of a pipeline, each once; with ``backward`` those of stages that a loss depends on."""
     found: dict[int, Tensor] = {}
-    for stage in net.spec.stages:
-        own = list(stage.fn.parameters()) if isinstance(stage.fn, nn.Module) else []
-        own += [leaf for leaf in flatten(stage.params)[0] if isinstance(leaf, Tensor)]
-        found |= {id(p): p for p in own}
+    for stage, info in zip(net.spec.stages, net.spec.graph.stages, strict=True):
+        if info.backward or not backward:
+            own = list(stage.fn.parameters()) if isinstance(stage.fn, nn.Module) else []
+            own += [leaf for leaf in flatten(stage.params)[0] if isinstance(leaf, Tensor)]
+            found |= {id(p): p for p in own}
     return list(found.values())
 
 

@@ -343,3 +343,40 @@ def test_gradient_accumulation_over_steps_with_the_scripts_optimizer() -> None:
         loop.step(**data(8, number))
     assert same(gradients(mine), gradients(theirs))
     assert gradients(mine)[0].any()
+
+
+@pytest.mark.parametrize("update", ["stage", "all"])
+def test_what_no_loss_depends_on_has_no_update_and_the_rest_trains(update: str) -> None:
+    """Its .grad stays, and a parameter it shares belongs to the stage that has an UPDATE."""
+
+    def build() -> tuple[pipec.Pipeline, nn.Linear, nn.Linear]:
+        torch.manual_seed(0)
+        net = pipec.Pipeline("side")
+        x, y = net.input("x"), net.input("y")
+        shared, alone = nn.Linear(8, 8), nn.Linear(8, 8)
+        net.output(net.stage("side", nn.Sequential(shared, alone), x), "side")
+        net.loss("mse", nn.functional.mse_loss, net.stage("main", shared, x), y)
+        return net, shared, alone
+
+    net, shared, alone = build()
+    alone.weight.grad = torch.ones(8, 8)
+    kept, before = alone.weight.grad, alone.weight.detach().clone()
+    own = sgd(shared.parameters()) if update == "all" else sgd
+    with runner(net, 2, update=update, optimizer=own) as run:
+        if update == "stage":
+            assert list(run.optimizers) == ["main"]
+        run.step(**data())
+    assert alone.weight.grad is kept
+    assert torch.equal(alone.weight, before)
+    theirs, other, _ = build()
+    pipec.reference(theirs, 4).step(**data())
+    sgd(other.parameters()).step()
+    assert torch.equal(shared.weight, other.weight)
+
+
+def test_the_gradients_of_an_encoder_are_there_when_the_hook_runs() -> None:
+    encoder, net, seen = nn.Linear(8, 8), chain(2), []
+    with runner(net, 2, update="stage", optimizer=sgd,
+                before_update=lambda p: seen.append(encoder.weight.grad is not None)) as run:
+        run.step(x=encoder(data()["x"]), y=data()["y"])
+    assert seen == [True]

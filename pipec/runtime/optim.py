@@ -20,8 +20,8 @@ Hook = Callable[[list[Tensor]], Any]
 class Updater:
     """The optimizers of a run, as the plan's ``update`` asks for them.
 
-    A parameter that several stages use belongs to the first of them. Stages without trainable parameters have no
-    optimizer, and their UPDATE does nothing.
+    A parameter that several stages use belongs to the first of them that a loss depends on. Stages without trainable
+    parameters have no optimizer, and their UPDATE does nothing; what no loss depends on keeps its ``.grad``.
     """
 
     def __init__(
@@ -39,6 +39,8 @@ class Updater:
         elif plan.update == "stage":
             owned: set[int] = set()
             for stage in stages:
+                if not plan.graph.stages[stage.index].backward:
+                    continue  # no loss depends on it: it has no UPDATE
                 own = [p for p in stage.trainable() if id(p) not in owned]
                 owned |= {id(p) for p in own}
                 if own:

@@ -138,7 +138,8 @@ class Runner:
         updater = self._updater
         step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
                     self.probe, random=Randomness(self._streams, self._position.pinned()))
-        parameters = list({id(p): p for own in trained for p in own}.values())
+        used = [own for own, info in zip(trained, plan.graph.stages, strict=True) if info.backward]
+        parameters = list({id(p): p for own in used for p in own}.values())
         with Undo(self.stages, parameters) as undo:
             for accumulator in accumulators:
                 accumulator.begin()
