@@ -101,6 +101,46 @@ WORDS = {
         "small bubble of looping, the memory of GPipe, and long runs of one chunk that hide communication.",
         "with sharded weights that are gathered once per chunk, or with recompute.",
     ),
+    "wave": (
+        "The chunks of a device lie in a V: a microbatch runs down the devices and back up, so the last device hands "
+        "over to itself. Two thirds of 1F1B's bubble in its memory, with whole backwards.",
+        "when the first and last stages belong together, as with tied embeddings, and backwards cannot be split.",
+    ),
+    "zb-h1": (
+        "1F1B whose backwards are cut in two: the input half goes to the device before at once, the weight half waits "
+        "and fills the bubble. A third of 1F1B's bubble in its memory.",
+        "in place of 1f1b when the bubble hurts and memory is tight.",
+    ),
+    "zb-h2": (
+        "ZB-H1 with about twice the forwards ahead: no device waits between its first and its last task.",
+        "when activations are small and steps follow each other without a barrier.",
+    ),
+    "zb-1p": (
+        "Split backwards in 1F1B's memory, ordered by the costs you give instead of by a fixed pattern.",
+        "when stages are unequal, or forward, input half and weight half cost differently.",
+    ),
+    "zb-2p": (
+        "The same with twice the memory, which removes nearly all of the bubble.",
+        "when activations are small and costs are known.",
+    ),
+    "interleaved-zero-bubble": (
+        "Looped chunks with split backwards: looping divides the bubble by the chunks per device, the weight halves "
+        "fill most of the rest, and no more than P activations are held.",
+        "for looped models when interleaved 1F1B takes too much memory.",
+    ),
+    "zb-v": (
+        "Two chunks per device in a V with split backwards: every device starts late and ends late by the same, and "
+        "is never idle between, in 1F1B's memory. Devices hold equally much.",
+        "when the model has two chunks per device to give: it is the fastest in 1F1B's memory.",
+    ),
+    "v-half": (
+        "ZB-V under a cap of about half of 1F1B's activations: a slower rhythm, a small bubble.",
+        "when 1F1B's memory is too much; recompute would cost more.",
+    ),
+    "v-min": (
+        "ZB-V under a cap of about a third of 1F1B's activations, for about its bubble.",
+        "when memory is what limits the model.",
+    ),
 }
 
 

@@ -11,9 +11,16 @@ from pipec.schedules.catalog import ScheduleInfo, ScheduleTable, table_of
 from pipec.schedules.custom import TextSchedule, format_schedule, parse_schedule
 from pipec.schedules.gpipe import GPipe
 from pipec.schedules.interleaved import InterleavedOneFOneB
+from pipec.schedules.interleaved_zero_bubble import InterleavedZeroBubble
 from pipec.schedules.looped_bfs import LoopedBFS
 from pipec.schedules.merge import merge
 from pipec.schedules.one_f_one_b import EagerOneFOneB, OneFOneB
+from pipec.schedules.v_half import VHalf
+from pipec.schedules.v_min import VMin
+from pipec.schedules.wave import Wave
+from pipec.schedules.zb_auto import ZB1P, ZB2P
+from pipec.schedules.zb_h1 import ZBH1, ZBH2
+from pipec.schedules.zb_v import ZBV
 
 REGISTRY: dict[str, Callable[[], Schedule]] = {
     "gpipe": GPipe,
@@ -21,6 +28,15 @@ REGISTRY: dict[str, Callable[[], Schedule]] = {
     "eager-1f1b": EagerOneFOneB,
     "interleaved-1f1b": InterleavedOneFOneB,
     "looped-bfs": LoopedBFS,
+    "wave": Wave,
+    "zb-h1": ZBH1,
+    "zb-h2": ZBH2,
+    "zb-1p": ZB1P,
+    "zb-2p": ZB2P,
+    "interleaved-zero-bubble": InterleavedZeroBubble,
+    "zb-v": ZBV,
+    "v-half": VHalf,
+    "v-min": VMin,
 }
 
 
@@ -50,7 +66,8 @@ def find_schedule(schedule: Any) -> Policy:
 
 
 __all__ = [
-    "REGISTRY", "B", "EagerOneFOneB", "F", "GPipe", "I", "InterleavedOneFOneB", "LoopedBFS", "OneFOneB", "Op",
-    "Order", "Policy", "Problem", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "W",
+    "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "EagerOneFOneB", "F", "GPipe", "I",
+    "InterleavedOneFOneB", "InterleavedZeroBubble", "LoopedBFS", "OneFOneB", "Op", "Order", "Policy",
+    "Problem", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "VHalf", "VMin", "W", "Wave",
     "find_schedule", "format_schedule", "list_schedules", "merge", "parse_schedule", "policy_name",
 ]

@@ -73,8 +73,8 @@ class Schedule(Protocol):
     """A policy object.
 
     Optional attributes: ``name``; ``placement`` ("linear", "looped", "v"), its default; ``chunks``, how many
-    a device has when looped; ``bubble``, ``peak`` and ``source``, which the table of schedules shows beside
-    the first line of the docstring.
+    a device has when looped; ``split``, True when it orders the two halves of backwards; ``bubble``,
+    ``peak`` and ``source``, which the table of schedules shows beside the first line of the docstring.
     """
 
     def order(self, problem: Problem) -> Order: ...
