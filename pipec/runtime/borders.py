@@ -51,6 +51,33 @@ def own(packet: Any) -> Any:
     return packet
 
 
+class Anchored(torch.autograd.Function):
+    """A tensor to differentiate with respect to that its graph does not hold.
+
+    A leaf is held by its own node, so for as long as any node above it lives. The weight half of a split backward
+    keeps nodes when nobody reads the tensor any more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.detach()  # as the value itself, in the same storage
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("gradients end at what a stage has read")
+
+
+def anchored(packet: Any, anchor: Tensor) -> Any:
+    """As :func:`own` for a graph that is differentiated in two halves; ``anchor`` is any leaf."""
+    if isinstance(packet, Tensor):
+        return Anchored.apply(packet.detach(), anchor) if packet.requires_grad else packet  # type: ignore[no-untyped-call]
+    if isinstance(packet, Packed):
+        return Packed(
+            [anchored(leaf, anchor) if isinstance(leaf, Tensor) else leaf for leaf in packet.leaves], packet.layout
+        )
+    return packet
+
+
 def unpack(packet: Any) -> tuple[Any, Any]:
     """The value of a packet, and the tensors in it to differentiate with respect to (None where there is none)."""
     if isinstance(packet, Tensor):

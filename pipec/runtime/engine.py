@@ -31,10 +31,14 @@ def accumulate(roots: Sequence[GradientEdge], seeds: Sequence[Tensor], wanted: S
 
 
 def gradients(
-    roots: Sequence[GradientEdge], seeds: Sequence[Tensor], wanted: Sequence[Tensor]
+    roots: Sequence[GradientEdge], seeds: Sequence[Tensor], wanted: Sequence[Tensor | GradientEdge],
+    keep_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Vector-Jacobian products of ``roots`` with ``seeds`` with respect to ``wanted``, None where nothing flows."""
+    """Vector-Jacobian products of ``roots`` with ``seeds`` with respect to ``wanted``, None where nothing flows.
+
+    With ``keep_graph`` the nodes keep what they saved and may run again.
+    """
     found: Any = _engine_run_backward(
-        tuple(roots), tuple(seeds), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+        tuple(roots), tuple(seeds), keep_graph, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
     )
     return tuple(found)

@@ -25,8 +25,9 @@ from pipec.runtime.borders import (
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.engine import accumulate, gradients
 from pipec.runtime.program import Op, Route
-from pipec.runtime.randomness import Purpose
+from pipec.runtime.randomness import Purpose, Stream
 from pipec.runtime.record import profiling, recorded
+from pipec.runtime.split import Weights, input_half
 from pipec.runtime.stages import Stage
 from pipec.runtime.step import Step
 from pipec.runtime.strays import check_strays
@@ -40,6 +41,18 @@ class Tape:
 
     def __init__(self, leaves: list[Any], out: list[Any], losses: list[Any]) -> None:
         self.leaves, self.edges, self.losses = leaves, out, losses
+
+
+class Half:
+    """What an input half leaves for its weight half; ``inputs`` are gradients kept for a probe."""
+
+    __slots__ = ("inputs", "random", "weights")
+
+    def __init__(self, random: Stream, weights: Weights, inputs: list[Tensor | None]) -> None:
+        self.random, self.weights, self.inputs = random, weights, inputs
+
+
+DONE: Any = object()  # in place of a Half whose weight half had nothing left to do
 
 
 class Device:
@@ -154,26 +167,16 @@ class Device:
         out_edges = [edges(stage.take(out, path)) for _, path in stage.gives]
         loss_edges = [edges(value) if value is not None else None for value in losses]
         if not stage.searched:
-            check_strays(stage, self.stages, [out_edges, loss_edges], leaves)
+            check_strays(stage, self.stages, [out_edges, loss_edges], [*leaves, stage.anchor])
             stage.searched = True
         self.store[op.tape] = Tape(leaves, out_edges, loss_edges)
 
     def backward(self, op: Op) -> None:
         """BACKWARD: gradients of the stage's parameters and of what it read."""
-        stage, step, store = self.stages[op.stage], self.step, self.store
-        tape: Tape = store[op.tape]
-        store[op.tape] = None
-        roots: list[Any] = []
-        seeds: list[Tensor] = []
-        for edge, slot in zip(tape.edges, op.gradients, strict=True):
-            if slot >= 0 and store[slot] is not None:
-                collect(edge, store[slot].sum(), roots, seeds)
-        for loss, edge in zip(stage.losses, tape.losses, strict=True):
-            if edge is not None:
-                roots.append(edge)
-                seeds.append(step.seed(loss.index, op.microbatch))
+        stage, step = self.stages[op.stage], self.step
+        leaves, roots, seeds = self._arrived(stage, op)
         accumulator = step.accumulators[op.stage]
-        flat, shape = _flat(tape.leaves)
+        flat, shape = _flat(leaves)
         wanted = flat + accumulator.parameters
         if not roots or not wanted:
             accumulator.add(op.microbatch, [None] * len(accumulator.parameters))
@@ -188,6 +191,59 @@ class Device:
         if step.probe is not None:
             step.probe(Kind.BACKWARD, op.stage, op.microbatch, list(found))
         self._give_back(stage, op, _shaped(found, shape))
+
+    def _arrived(self, stage: Stage, op: Op) -> tuple[list[Any], list[Any], list[Tensor]]:
+        """What the stage read, where gradients enter its graph, and these. The graph leaves its slot."""
+        store, step = self.store, self.step
+        tape: Tape = store[op.tape]
+        store[op.tape] = None
+        roots: list[Any] = []
+        seeds: list[Tensor] = []
+        for edge, slot in zip(tape.edges, op.gradients, strict=True):
+            if slot >= 0 and store[slot] is not None:
+                collect(edge, store[slot].sum(), roots, seeds)
+        for loss, edge in zip(stage.losses, tape.losses, strict=True):
+            if edge is not None:
+                roots.append(edge)
+                seeds.append(step.seed(loss.index, op.microbatch))
+        return tape.leaves, roots, seeds
+
+    def backward_input(self, op: Op) -> None:
+        """BACKWARD_INPUT: gradients of what the stage read. What is left for the weight half takes the graph's slot."""
+        stage, step = self.stages[op.stage], self.step
+        leaves, roots, seeds = self._arrived(stage, op)
+        flat, shape = _flat(leaves)
+        if not roots:
+            return
+        random = step.random.task(op.stage, op.microbatch, Purpose.BACKWARD)
+        accumulator = step.accumulators[op.stage]
+        with random:
+            found, weights = input_half(stage, roots, seeds, flat, accumulator.parameters)
+        half = Half(random, weights, list(found) if step.probe is not None else [])
+        if not weights.late:
+            self._end_backward(op, half)
+            half = DONE
+        self.store[op.tape] = half
+        self._give_back(stage, op, _shaped(found, shape))
+
+    def backward_weight(self, op: Op) -> None:
+        """BACKWARD_WEIGHT: gradients of the parameters."""
+        half = self.store[op.tape]
+        self.store[op.tape] = None
+        if half is None:
+            accumulator = self.step.accumulators[op.stage]
+            accumulator.add(op.microbatch, [None] * len(accumulator.parameters))
+        elif half is not DONE:
+            self._end_backward(op, half)
+
+    def _end_backward(self, op: Op, half: Half) -> None:
+        """The weight half. Random numbers go on where the input half left them."""
+        step = self.step
+        with half.random:
+            found = half.weights.run()
+        step.accumulators[op.stage].add(op.microbatch, found)
+        if step.probe is not None:
+            step.probe(Kind.BACKWARD, op.stage, op.microbatch, half.inputs + found)
 
     def _give_back(self, stage: Stage, op: Op, gradients: list[Any]) -> None:
         reads = len(op.returns)
@@ -211,7 +267,10 @@ class Device:
 
 
 # By Kind. Kept here and not on each Device, where bound methods would make a cycle that only the collector frees.
-HANDLERS = (Device.forward, Device.recompute, Device.backward, None, None, Device.copy, None, Device.update)
+HANDLERS = (
+    Device.forward, Device.recompute, Device.backward, Device.backward_input, Device.backward_weight, Device.copy, None,
+    Device.update,
+)
 
 
 def _record(device: Device, op: Op) -> None:

@@ -79,6 +79,7 @@ class Program:
     routes: tuple[Route, ...]
     merged: tuple[Op, ...]  # all ops in the plan's one order
     backward_order: tuple[tuple[int, ...], ...]  # per stage its microbatches in the order of their backwards
+    split: frozenset[int]  # stages with a backward in two halves
 
 
 class _Slots:
@@ -133,8 +134,9 @@ def build_program(plan: Plan) -> Program:
     for op in made:
         if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             order[op.stage].append(op.microbatch)
+    split = frozenset(op.stage for op in made if op.kind is Kind.BACKWARD_WEIGHT)
     return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes, merged,
-                   tuple(map(tuple, order)))
+                   tuple(map(tuple, order)), split)
 
 
 def _places(plan: Plan, made: list[Op]) -> dict[int, int]:

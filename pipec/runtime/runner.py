@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipec.compiler import forward_plan, with_microbatches
 from pipec.errors import RunError, raise_all
-from pipec.ir import Plan
+from pipec.ir import Kind, Plan
 from pipec.runtime import checkpoint, names
 from pipec.runtime.backends import Backend, Replay, Threads
 from pipec.runtime.batchnorm import deferred_layers, minibatch
@@ -23,6 +24,7 @@ from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.program import Op, Program, build_program
 from pipec.runtime.randomness import Position, Randomness, Streams
 from pipec.runtime.result import Result
+from pipec.runtime.split import tell_compiled
 from pipec.runtime.stages import Stage, bind, training_flags
 from pipec.runtime.step import Batch, Probe, Step
 from pipec.runtime.trace import measured
@@ -73,6 +75,9 @@ class Runner:
         self._check(devices, backend)
         self.stages: list[Stage] = bind(self.spec)
         self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
+        tell_compiled(
+            self.stages[s] for s in np.unique(plan.table.stage[plan.table.kind == Kind.BACKWARD_WEIGHT]).tolist()
+        )
         self._backend: Backend = self._make_backend(backend, watchdog)
         self._updater = Updater(plan, optimizer, self.stages, scaler, before_update)
         self._owners = names.owners(self.stages, model)
@@ -144,6 +149,7 @@ class Runner:
             for accumulator in accumulators:
                 accumulator.begin()
                 accumulator.direct &= self.probe is None
+            self._split(program, accumulators)
             updater.begin()
             devices, channels = self._devices(program, step)
             with minibatch(self._deferred):
@@ -163,6 +169,13 @@ class Runner:
         result = step.result()
         step.forget()
         return Result(result.losses, result.outputs, result.microbatches, updater.skip)
+
+    def _split(self, program: Program, accumulators: list[Accumulator]) -> None:
+        """Prepare stages whose backward comes in two halves: their gradients pass through the accumulator."""
+        for number in program.split:
+            accumulators[number].direct = False
+            if self.stages[number].anchor is None:
+                self.stages[number].anchor = torch.zeros((), requires_grad=True)
 
     def _update(self, step: Step, stage: int, shared: set[int]) -> None:
         if step.plan.update_early:

@@ -10,7 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from pipec.errors import RunError
-from pipec.runtime.borders import own, private, unpack, version
+from pipec.runtime.borders import anchored, own, private, unpack, version
 from pipec.runtime.buffers import BufferKeeper
 from pipec.spec import LossSpec, Ref, Spec, owner_of
 from pipec.tree import Path, flatten, select, show_path, unflatten
@@ -108,6 +108,8 @@ class Stage:
         self._learned: set[bool | None] = set()
         self.learning = True
         self.searched = False  # whether its graph was looked through for tensors that it does not own
+        self.anchor: Tensor | None = None  # of graphs whose backward is split, see borders.Anchored
+        self.told_split = False  # whether the user was told that its backward cannot be split
 
     def _resolve(self, spec: Spec, ref: Ref) -> Argument:
         if ref.source == "input":
@@ -141,9 +143,10 @@ class Stage:
         mode = self.module.training if self.module is not None else None
         self.learning = mode not in self._learned
         written = self._everything if self.learning else self._written
+        anchor = self.anchor if torch.is_grad_enabled() else None
         values, leaves = [], []
         for place, packet in enumerate(packets):
-            mine = own(packet)
+            mine = own(packet) if anchor is None else anchored(packet, anchor)
             value, wanted = unpack(mine)
             if place in written:
                 packets[place] = private(mine)
