@@ -474,6 +474,30 @@ def test_adding_to_a_received_skip_in_place() -> None:
     assert same(gradients(mine), gradients(theirs))
 
 
+@pytest.mark.parametrize("first", ["step", "evaluate"])
+def test_a_stage_that_writes_in_train_mode_only(first: str) -> None:
+    """What a stage writes into is learnt in each mode: an evaluation before the first step hides nothing."""
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x.mul_(2.0) if self.training else x * 2.0)
+
+    net = models.of_modules(Drops(), Drops())
+    given = data()
+    kept = given["x"].clone()
+    with runner(net, 2) as run:
+        if first == "evaluate":
+            run.evaluate(**given)
+        run.step(**given)
+        run.evaluate(**given)
+        run.step(**given)
+    assert torch.equal(given["x"], kept)
+
+
 @pytest.mark.parametrize("backend", ["threads", "replay"])
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_stage_that_begins_to_write_later_fails_and_says_so(grad: bool, backend: str) -> None:
