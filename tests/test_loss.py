@@ -93,6 +93,8 @@ def targets() -> dict[str, Tensor]:
 @pytest.mark.parametrize("loss", [
     F.cross_entropy, nn.CrossEntropyLoss(), F.nll_loss, nn.NLLLoss(),
     nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 3, 4])),
+    lambda h, y: F.cross_entropy(h, y), lambda h, y: nn.CrossEntropyLoss(ignore_index=-100)(h, y) * 1.0,
+    lambda h, y: F.nll_loss(F.log_softmax(h, 1), y), lambda h, y: F.cross_entropy(h, y.clamp(min=1), ignore_index=1),
 ])
 @pytest.mark.parametrize("backend", ["threads", "replay"])
 def test_ignored_targets_without_a_count_fail_with_the_advice(loss: Any, backend: str) -> None:
@@ -103,7 +105,35 @@ def test_ignored_targets_without_a_count_fail_with_the_advice(loss: Any, backend
         assert "Traceback" not in str(caught.value)
         assert set(gradients(net)) == {None}
         if getattr(loss, "weight", None) is None:  # nothing is ignored: nothing to complain about
-            run.step(x=data()["x"], y=torch.zeros(8, dtype=torch.long))
+            run.step(x=data()["x"], y=torch.full((8,), 3))
+
+
+def test_a_loss_that_averages_evenly_by_itself_or_is_declared_a_sum_may_ignore_targets() -> None:
+    def even(h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(h, y, reduction="none").mean()
+
+    def scaled(h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(h, y) * (y >= 0).sum() / 5
+
+    given = {"x": data()["x"], "y": torch.tensor([0, -100, 1, 2, -100, 0, 3, -100])}
+    for loss, how in ((even, {}), (scaled, {"reduction": "sum"})):
+        torch.manual_seed(0)
+        net = classifier(loss, **how)
+        with models.runner(net, 2, 4) as run:
+            result = run.step(**given)
+        torch.testing.assert_close(result.loss, loss(result.output, given["y"]))
+
+
+def test_a_compiled_loss_runs_under_the_watch_for_ignored_targets() -> None:
+    def loss(h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(h, y)
+
+    targets = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
+    torch.manual_seed(0)
+    net = classifier(torch.compile(loss, backend="eager", fullgraph=True))
+    with models.runner(net, 2, 4) as run:
+        result = run.step(x=data()["x"], y=targets)
+    torch.testing.assert_close(result.loss, loss(result.output, targets))
 
 
 def test_the_advice_when_followed_gives_the_loss_of_the_uncut_model() -> None:

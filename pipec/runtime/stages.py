@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from pipec.errors import RunError
 from pipec.runtime.borders import anchored, own, private, unpack, version
 from pipec.runtime.buffers import BufferKeeper
+from pipec.runtime.means import EvenMean
 from pipec.spec import LossSpec, Ref, Spec, owner_of
 from pipec.tree import Path, flatten, select, show_path, unflatten
 
@@ -209,38 +211,12 @@ class Stage:
         if fn is None:
             raise RunError(f"{what} is a placeholder without a function; it can be drawn but not run")
         args, kwargs = loss.call.fill(values, own)
-        if loss.spec.reduction == "mean":
-            check_mean(what, fn, args, kwargs)
-        value = fn(*args, **kwargs)
+        with EvenMean(what) if loss.spec.reduction == "mean" else nullcontext():
+            value = fn(*args, **kwargs)
         if not isinstance(value, Tensor) or value.dim() != 0:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise RunError(f"{what} must return a scalar tensor, got {got}; reduce it with .mean() or .sum()")
         return value
-
-
-def check_mean(what: str, fn: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise RunError when torch's own cross entropy would average over fewer rows than the microbatch has."""
-    module = isinstance(fn, nn.CrossEntropyLoss | nn.NLLLoss)
-    if not module and fn is not nn.functional.cross_entropy and fn is not nn.functional.nll_loss:
-        return
-    given = {"target": args[1] if len(args) > 1 else kwargs.get("target")} | kwargs
-    if not module:
-        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-        given |= dict(zip(names, args, strict=False))
-    ignore = fn.ignore_index if module else given.get("ignore_index", -100)
-    weight = fn.weight if module else given.get("weight")
-    reduction = fn.reduction if module else given.get("reduction", "mean")
-    target = given["target"]
-    if reduction != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
-        return
-    ignored = bool(torch.eq(target, torch.as_tensor(ignore)).any())
-    if ignored or weight is not None:
-        why = f"meets targets equal to ignore_index={ignore}" if ignored else "has class weights"
-        raise RunError(
-            f"{what} {why}, so its mean does not weigh every row alike and microbatches cannot be averaged; "
-            "declare it as a sum with a count: loss(..., reduction='sum' in the function, count=lambda target: "
-            f"(target != {ignore}).sum())"
-        )
 
 
 def named_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

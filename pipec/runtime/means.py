@@ -1,0 +1,51 @@
+"""Means that microbatches cannot be averaged from: torch's cross entropy over some of the rows only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from pipec.errors import RunError
+
+NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+class EvenMean(TorchFunctionMode):
+    """Watches a loss that is declared a mean; torch's cross entropy is found wherever the loss calls it.
+
+    Raises:
+        RunError: from inside the loss, when its mean would not weigh every row alike.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        # while a compiled loss is traced there are no values to look at
+        if (func is F.cross_entropy or func is F.nll_loss) and not torch.compiler.is_compiling():
+            check_mean(self.what, dict(zip(NAMES, args, strict=False)) | named)
+        return func(*args, **named)
+
+
+def check_mean(what: str, given: dict[str, Any]) -> None:
+    """Raise RunError when cross entropy with these arguments is a mean that leaves rows out or has weights."""
+    target, ignore = given.get("target"), given.get("ignore_index", -100)
+    if given.get("reduction", "mean") != "mean" or not isinstance(target, Tensor) or target.is_floating_point():
+        return
+    ignored = bool(torch.eq(target, ignore).any())
+    if ignored or given.get("weight") is not None:
+        why = f"meets targets equal to ignore_index={ignore}" if ignored else "has class weights"
+        raise RunError(
+            f"{what} {why}, so its mean does not weigh every row alike and microbatches cannot be averaged; "
+            "declare it as a sum with a count: loss(..., reduction='sum' in the function, count=lambda target: "
+            f"(target != {ignore}).sum())"
+        )
