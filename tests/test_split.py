@@ -16,7 +16,7 @@ from models import buffers, gradients, kept_streams, parameters, recipes, same
 from plans import any_order
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pipec
@@ -104,7 +104,7 @@ class Scale(nn.Module):
         self.gain, self.shift = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(1))
         self.unused = nn.Parameter(torch.randn(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return (x * self.gain + self.shift).tanh() * self.gain.double().exp().float()
 
 
@@ -116,7 +116,7 @@ class Reuse(nn.Module):
         self.sequence = sequence
         self.weight = nn.Parameter(torch.randn(8, 8) / 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         half = None
         for letter in self.sequence:
             if letter == "d":
@@ -141,7 +141,7 @@ class Chunks(nn.Module):
         super().__init__()
         self.line, self.norm = nn.Linear(4, 8), nn.LayerNorm(4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         a, b = x.chunk(2, 1)
         gate, value, rest = self.line(self.norm(a) * b).split((4, 3, 1), 1)
         top, _ = torch.cat([value, rest], 1).sort(1)
@@ -153,16 +153,16 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.layer(x.unsqueeze(0) * torch.ones(3, 1, 1)).mean(0)
 
 
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.net = kind(8, 8, 2, dropout=0.3)  # type: ignore[call-arg]
+        self.net = kind(8, 8, 2, dropout=0.3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.net(x.unsqueeze(1))[0].squeeze(1)
 
 
@@ -172,7 +172,7 @@ class Convolution(nn.Module):
         self.net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.PReLU(), nn.GroupNorm(2, 4),
                                  nn.ConvTranspose2d(4, 2, 1), nn.MaxPool2d(1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.net(x.reshape(-1, 2, 2, 2)).flatten(1)
 
 
@@ -181,7 +181,7 @@ class Table(nn.Module):
         super().__init__()
         self.net = nn.Embedding(11, 8, sparse=sparse)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         ids = (x.detach()[:, 0] * 3).long().clamp(-5, 5) + 5
         return x * self.net(ids) + self.net(ids.flip(0))
 
@@ -192,7 +192,7 @@ class Product(torch.autograd.Function):
     calls = 0
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
         ctx.save_for_backward(x, w)
         return x @ w
 
@@ -207,7 +207,7 @@ class Rounded(torch.autograd.Function):
     """Of a weight alone: noise forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor) -> Tensor:
+    def forward(ctx: Any, w: Tensor) -> Any:
         return w + torch.randn_like(w) / 10
 
     @staticmethod
@@ -221,7 +221,7 @@ class Custom(nn.Module):
         self.first, self.last, self.rounded = nn.Linear(8, 8), nn.Linear(8, 8), rounded
         self.weight = nn.Parameter(torch.randn(8, 8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         weight = Rounded.apply(self.weight) if self.rounded else self.weight  # type: ignore[no-untyped-call]
         return self.last(Product.apply(self.first(x), weight))  # type: ignore[no-untyped-call]
 
@@ -234,23 +234,23 @@ class Hooked(nn.Module):
         self.where, self.calls = where, 0
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         if where == "parameter":
-            self.first.weight.register_hook(self.noise)
+            self.first.weight.register_hook(self.noise)  # type: ignore[no-untyped-call]
         if where == "module":
             self.first.register_full_backward_hook(self.changed)
-            self.last.register_full_backward_pre_hook(lambda _, made: tuple(self.noise(g) for g in made))
+            self.last.register_full_backward_pre_hook(self.changed)
 
     def noise(self, gradient: Tensor) -> Tensor:
         self.calls += 1
         return gradient * torch.rand_like(gradient)
 
-    def changed(self, _: nn.Module, given: Any, made: Any) -> Any:
+    def changed(self, _: nn.Module, given: Any, made: Any = None) -> Any:
         return tuple(None if g is None else self.noise(g) for g in given)
 
     def edited(self, given: Any, _: Any) -> Any:
         self.calls += 1
         return tuple(None if g is None else g * 2 for g in given)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         middle = self.first(x)
         if self.where == "tensor" and middle.requires_grad:
             middle.register_hook(self.noise)
@@ -267,7 +267,7 @@ class Checkpointed(nn.Module):
         self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.Tanh(), nn.Linear(8, 8))
         self.last = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.last(checkpoint(self.inner, x, use_reentrant=False))
 
 
@@ -278,7 +278,7 @@ class Written(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.a(x).relu_()
         h = h.clone()
         h[:, :4] = self.b(h[:, 4:].clone())
@@ -291,7 +291,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.line, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return self.norm(self.line(self.line(self.line(x)).relu())).float()
 
@@ -303,7 +303,7 @@ class Alone(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.weight.exp().expand(len(x), 8)
 
 
@@ -339,7 +339,7 @@ class Both(nn.Module):
         super().__init__()
         self.net = nn.Bilinear(8, 8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.net(x, x.cos()) + torch.einsum("bi,ijk,bj->bk", x, self.net.weight, x)
 
 
@@ -383,7 +383,7 @@ class Marked(nn.Module):
         self.line, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.seen: list[dict[str, Any]] = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         first = x.exp()
         into = first.sin()  # saves first; is saved by the product
         tanh = self.line(into).tanh()
@@ -480,10 +480,10 @@ class Failing(nn.Module):
         super().__init__()
         self.line, self.turns, self.turn = nn.Linear(8, 8), 0, 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         weight = self.line.weight * 1.0
         if weight.requires_grad:
-            weight.register_hook(self.check)
+            weight.register_hook(self.check)  # type: ignore[no-untyped-call]
         return F.linear(x, weight, self.line.bias)
 
     def check(self, _: Tensor) -> None:
@@ -509,11 +509,12 @@ def test_a_failure_in_a_weight_half_leaves_everything_as_before(stage: int, upda
             own.step(**models.data(8, 0))
             if net is mine:
                 before = models.snapshot(mine)
-                failing = mine.spec.stages[stage].fn
+                failing: Any = mine.spec.stages[stage].fn
                 failing.turn = failing.turns + 3
                 with pytest.raises(ZeroDivisionError) as error:
                     run.step(**models.data(8, 1))
-                assert f"stage '{'abc'[stage]}', microbatch 2, BACKWARD_WEIGHT ({stage}W2)" in str(error.value.__notes__)
+                told = f"stage '{'abc'[stage]}', microbatch 2, BACKWARD_WEIGHT ({stage}W2)"
+                assert told in str(error.value.__notes__)  # type: ignore[attr-defined]
                 assert same(models.snapshot(mine), before)
             own.step(**models.data(8, 1))
         assert same(gradients(mine), gradients(theirs))
@@ -548,7 +549,8 @@ def test_a_backward_that_cannot_be_split_is_told_once_per_stage(
 
 
 def test_what_can_be_split_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    for kind in ("attention", "convolution", "lstm", "reuse ddd", "reuse hhh", "parametrised", "mixed", "hook on tensor"):
+    kinds = "attention", "convolution", "lstm", "reuse ddd", "reuse hhh", "parametrised", "mixed", "hook on tensor"
+    for kind in kinds:
         with models.runner(three(kind), 2, 4, halves()) as run:
             run.step(**models.data(8))
         assert not notices(caplog), kind
@@ -587,7 +589,7 @@ def test_check_compares_the_gradients_of_both_halves() -> None:
 def test_weight_halves_in_any_order_add_in_the_order_of_the_microbatches() -> None:
     def policy(problem: Any) -> Any:
         forwards = [(0, 0, m) for m in range(4)]
-        return [forwards + [(3, 0, 1), (3, 0, 0), (4, 0, 1), (3, 0, 3), (3, 0, 2), (4, 0, 3), (4, 0, 0), (4, 0, 2)]]
+        return [[*forwards, (3, 0, 1), (3, 0, 0), (4, 0, 1), (3, 0, 3), (3, 0, 2), (4, 0, 3), (4, 0, 0), (4, 0, 2)]]
 
     mine, theirs = models.chain(1), models.chain(1)
     data = models.data(8)
