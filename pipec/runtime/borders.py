@@ -167,6 +167,8 @@ class Parcel:
 
     def sum(self) -> Gradient:
         """All that arrived, as one gradient."""
+        if not self._waiting and not self._others:
+            return self._total
         waiting, total = dict(self._waiting), self._total
         for other in self._others:  # only one of all holds the last reader, and so a sum
             waiting |= other._waiting
@@ -214,4 +216,7 @@ def _forget(_: Tensor) -> None:
 
 
 def _missing(_: Any) -> Tensor:
-    raise RuntimeError("the graph of a forward that is recomputed later cannot be differentiated")
+    raise RuntimeError(
+        "a forward that is recomputed later saves nothing, so the stage cannot call autograd inside it; compile with "
+        "recompute='never' for this stage"
+    )

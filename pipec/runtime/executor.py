@@ -34,6 +34,9 @@ from pipec.runtime.strays import check_strays
 from pipec.tree import tree_map
 
 
+NO_HOOKS = nullcontext()
+
+
 class Tape:
     """What a forward leaves for its backward: where gradients enter and leave the graph."""
 
@@ -114,8 +117,13 @@ class Device:
                 step.snapshots[op.stage, m] = stage.buffers.mark()
             hooks: Any = Discard()
         else:
-            hooks = nullcontext() if op.tape >= 0 else torch.no_grad()
+            hooks = NO_HOOKS if op.tape >= 0 else torch.no_grad()
         leaves, out, losses = self._call(stage, op, hooks)
+        if op.recomputed and stage.learning and (made := stage.buffers.appeared()):
+            raise RunError(
+                f"stage {stage.name!r} registered the buffer {made[0]!r} in its forward, so a RECOMPUTE would begin "
+                "from another state; register it in __init__ (None will do), or compile with recompute='never' for it"
+            )
         for slot, (_, path) in zip(op.gives, stage.gives, strict=True):
             if slot >= 0:
                 self.store[slot] = pack(stage.take(out, path))
@@ -135,7 +143,7 @@ class Device:
         marks = self.step.snapshots.pop((op.stage, op.microbatch), [])
         before = stage.buffers.exchange(marks) if marks else []
         try:
-            leaves, out, losses = self._call(stage, op, nullcontext())
+            leaves, out, losses = self._call(stage, op, NO_HOOKS)
         finally:
             if marks:
                 stage.buffers.put_back(before, marks)

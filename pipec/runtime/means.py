@@ -36,6 +36,14 @@ class EvenMean(TorchFunctionMode):
         return func(*args, **named)
 
 
+def weighs_evenly(fn: Any) -> bool:
+    """True for torch's own losses that cannot leave rows out: they need no watching."""
+    if getattr(fn, "__module__", "") == "torch.nn.functional":
+        return fn is not F.cross_entropy and fn is not F.nll_loss
+    uneven = torch.nn.CrossEntropyLoss | torch.nn.NLLLoss
+    return type(fn).__module__ == "torch.nn.modules.loss" and not isinstance(fn, uneven)
+
+
 def check_mean(what: str, given: dict[str, Any]) -> None:
     """Raise RunError when cross entropy with these arguments is a mean that leaves rows out or has weights."""
     target, ignore = given.get("target"), given.get("ignore_index", -100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipec.errors import RunError
 from pipec.runtime.borders import anchored, own, private, unpack, version
 from pipec.runtime.buffers import BufferKeeper
-from pipec.runtime.means import EvenMean
+from pipec.runtime.means import EvenMean, weighs_evenly
 from pipec.spec import LossSpec, Ref, Spec, owner_of
 from pipec.tree import Path, flatten, select, show_path, unflatten
 
@@ -58,13 +58,18 @@ def make_call(args: Any, kwargs: Any, resolve: Callable[[Ref], Argument]) -> Cal
     return Call(filled, layout, tuple(leaf.slot for leaf in filled) if plain else None)
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class StageLoss:
     """A loss computed inside a stage."""
 
     index: int
     spec: LossSpec
     call: Call
+
+    @cached_property
+    def watched(self) -> bool:
+        """Whether it is a mean that might leave rows out."""
+        return self.spec.reduction == "mean" and not weighs_evenly(self.spec.fn)
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Parameters of a loss that is a module, with their names."""
@@ -211,7 +216,10 @@ class Stage:
         if fn is None:
             raise RunError(f"{what} is a placeholder without a function; it can be drawn but not run")
         args, kwargs = loss.call.fill(values, own)
-        with EvenMean(what) if loss.spec.reduction == "mean" else nullcontext():
+        if loss.watched:
+            with EvenMean(what):
+                value = fn(*args, **kwargs)
+        else:
             value = fn(*args, **kwargs)
         if not isinstance(value, Tensor) or value.dim() != 0:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
