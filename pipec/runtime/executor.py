@@ -33,7 +33,6 @@ from pipec.runtime.step import Step
 from pipec.runtime.strays import check_strays
 from pipec.tree import tree_map
 
-
 NO_HOOKS = nullcontext()
 
 
