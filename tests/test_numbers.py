@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import buffers, gradients, kept_streams, parameters, recipes, same
+from models import WIDTH, buffers, gradients, kept_streams, parameters, recipes, same
+from torch import Tensor, nn
 
 import pipec
 
@@ -243,3 +244,34 @@ def test_evaluation_and_training_under_one_autocast(backend: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         pipec.reference(theirs, 4).step(**models.data())
     assert same(gradients(mine), gradients(theirs))
+
+
+class Penalised(nn.Module):
+    """Differentiates inside its own forward, as a gradient penalty or a force field does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.layer(x).tanh().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x + force
+
+
+def test_a_stage_may_differentiate_inside_its_forward_unless_it_is_recomputed() -> None:
+    def build() -> pipec.Pipeline:
+        torch.manual_seed(0)
+        return models.of_modules(nn.Linear(WIDTH, WIDTH), Penalised(), nn.Linear(WIDTH, WIDTH))
+
+    theirs = build()
+    expected = pipec.reference(theirs, 4).step(**models.data())
+    for devices, recompute in ((1, "never"), (3, {"a": "always", "c": "always"})):
+        mine = build()
+        with models.runner(mine, devices, recompute=recompute) as run:
+            assert torch.equal(run.step(**models.data()).loss, expected.loss)
+        assert same(gradients(mine), gradients(theirs))
+    told = "recompute='never' for this stage"
+    with models.runner(build(), 3, recompute="always") as run, pytest.raises(RuntimeError, match=told) as caught:
+        run.step(**models.data())
+    assert "stage 'b'" in caught.value.__notes__[0]
