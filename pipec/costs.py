@@ -17,6 +17,8 @@ class StageCosts:
     """Costs of one stage for one microbatch; None takes the default of :class:`Costs`.
 
     ``activation_bytes``: saved by a FORWARD for its backward, without parameters, inputs and outputs.
+    ``weight_activation_bytes``: held from the end of a BACKWARD_INPUT until its BACKWARD_WEIGHT: what of the saved the
+    weight half reads, inputs of the stage included, and gradients that wait for it. By default all that was saved.
     ``output_bytes``: of the stage's values, each; a mapping by value name in ``Costs.values`` overrides it.
     """
 
@@ -28,6 +30,7 @@ class StageCosts:
     activation_bytes: int | None = None
     output_bytes: int | None = None
     weight_bytes: int | None = None
+    weight_activation_bytes: int | None = None
 
 
 def _stage_costs(value: Mapping[str, Any]) -> dict[str, StageCosts]:
@@ -133,6 +136,9 @@ class Costs:
 
     def activation_bytes(self, stage: str) -> int | None:
         return self.stages.get(stage, _NONE).activation_bytes
+
+    def weight_activation_bytes(self, stage: str) -> int | None:
+        return self.stages.get(stage, _NONE).weight_activation_bytes
 
     def weight_bytes(self, stage: str) -> int | None:
         return self.stages.get(stage, _NONE).weight_bytes

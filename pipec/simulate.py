@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pipec.costs import Costs
 from pipec.errors import PlanError
-from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan
+from pipec.ir import BACKWARDS, Buffer, Buffers, Kind, Lane, Plan, Table
 from pipec.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -132,11 +132,38 @@ def buffer_bytes(plan: Plan, costs: Costs) -> Floats | None:
     return (made - _counted_twice(plan, np.asarray([*kept, 0], float))) / plan.slices
 
 
+def later_bytes(plan: Plan, costs: Costs, weights: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+    """What is left of an activation between the halves of a split backward.
+
+    Args:
+        weights: :func:`buffer_bytes`.
+
+    Returns:
+        Per buffer the BACKWARD_INPUT after which it changes, -1 where none does, and its bytes from the end of that on.
+    """
+    buffers, table = plan.buffers, plan.table
+    items = plan.microbatches * plan.slices * plan.replicas
+    halves = np.full((len(plan.graph.stages), items), -1, np.int64)
+    ids = np.flatnonzero(table.kind == Kind.BACKWARD_INPUT)
+    halves[table.stage[ids], _item(plan, table)[ids]] = ids
+    left = [costs.weight_activation_bytes(stage.name) for stage in plan.graph.stages]
+    known = np.asarray([size is not None for size in left] + [False])
+    sizes = np.asarray([size or 0 for size in left] + [0], float)
+    stage = np.where(buffers.kind == Buffer.ACTIVATION, buffers.ref, -1)
+    changes = known[stage]
+    half = np.where(changes, halves[np.where(changes, stage, 0), _item(plan, buffers)], -1)
+    return half, np.where(half >= 0, sizes[stage] / plan.slices, weights)
+
+
+def _item(plan: Plan, rows: Table | Buffers) -> npt.NDArray[np.int64]:
+    return np.asarray((rows.replica * plan.slices + rows.slice) * plan.microbatches + rows.microbatch, np.int64)
+
+
 def _counted_twice(plan: Plan, kept: Floats) -> Floats:
     """Per buffer the bytes of a value at its producer that the producer's graph holds already."""
     buffers, kinds = plan.buffers, plan.table.kind
     writer = kinds[buffers.writer]
-    item = (buffers.replica * plan.slices + buffers.slice) * plan.microbatches + buffers.microbatch
+    item = _item(plan, buffers)
     held = np.zeros((len(plan.graph.stages), plan.microbatches * plan.slices * plan.replicas), bool)
     graph = (buffers.kind == Buffer.ACTIVATION) & (writer == Kind.FORWARD)
     held[buffers.ref[graph], item[graph]] = True

@@ -115,12 +115,17 @@ class Timeline:
     def memory(self, device: int, weights: Floats) -> tuple[Floats, Floats]:
         """Steps of the sum of ``weights`` over the buffers alive on ``device``: (times, level from that time on).
 
-        A buffer lives in the half-open interval from its writer's start to its free point's end.
+        A buffer lives in the half-open interval from its writer's start to its free point's end. With ``byte_weights``
+        activations change their size when the input half of their backward ends.
         """
         buffers = self.plan.buffers
-        own = np.flatnonzero((buffers.device == device) & (weights != 0))
+        half, later = self._halves if weights is self.byte_weights else (np.full(len(weights), -1), weights)
+        own = np.flatnonzero((buffers.device == device) & ((weights != 0) | (later != 0)))
         times = np.concatenate([self.start[buffers.writer[own]], self.end[buffers.free[own]]])
-        change = np.concatenate([weights[own], -weights[own]])
+        change = np.concatenate([weights[own], -later[own]])
+        shrunk = own[half[own] >= 0]
+        times = np.concatenate([times, self.end[half[shrunk]]])
+        change = np.concatenate([change, (later - weights)[shrunk]])
         order = np.lexsort((change, times))  # at one instant frees come first
         times, level = times[order], np.cumsum(change[order])
         last = np.append(np.flatnonzero(np.diff(times)), len(times) - 1) if len(times) else np.empty(0, int)
@@ -149,6 +154,13 @@ class Timeline:
         from pipec.simulate import buffer_bytes
 
         return buffer_bytes(self.plan, self.costs)
+
+    @cached_property
+    def _halves(self) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Per buffer the task after which its bytes change (-1: none), and its bytes from then on."""
+        from pipec.simulate import later_bytes
+
+        return later_bytes(self.plan, self.costs, np.zeros(0) if self.byte_weights is None else self.byte_weights)
 
     @cached_property
     def peak_bytes(self) -> list[int] | None:

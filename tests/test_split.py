@@ -7,13 +7,16 @@ import random
 import weakref
 from typing import Any
 
+import attrs
 import models
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import buffers, gradients, kept_streams, parameters, recipes, same
 from plans import any_order
+from test_memory import CopyingChannels, Storages
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
@@ -26,6 +29,7 @@ from pipec.runtime.executor import Device
 from pipec.runtime.split import input_half
 from pipec.runtime.stages import bind
 from pipec.schedules import REGISTRY
+from pipec.simulate import buffer_bytes, later_bytes
 
 __all__ = ["kept_streams"]
 
@@ -598,3 +602,86 @@ def test_weight_halves_in_any_order_add_in_the_order_of_the_microbatches() -> No
     with models.runner(mine, 1, 4, policy) as run:
         run.step(**data)
     assert same(gradients(mine), gradients(theirs))
+
+
+class Steps(nn.Module):
+    """Saves results of exp and tanh for the input half and what three joins read; what it gives it does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.norm(self.first(x.exp().sin().exp().sin()).tanh().cos()).tanh().cos())
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("delay", [0, 4])
+def test_live_bytes_between_the_halves_are_those_of_the_simulator(
+    monkeypatch: pytest.MonkeyPatch, delay: int, recompute: str
+) -> None:
+    torch.manual_seed(0)
+    net = pipec.Pipeline("steps")  # without an output, which a step would keep
+    value, y = net.input("x"), net.input("y")
+    for name in "abc":
+        value = net.stage(name, Steps(), value)
+    net.loss("mse", F.mse_loss, value, y)
+    data = {"x": torch.randn(5 * 64, 32), "y": torch.randn(5 * 64, 32)}
+    costs = pipec.profile(net, microbatches=5, repeats=1, **data)
+    own = costs.stages["b"]
+    unit = 64 * 32 * 4
+    # exp and tanh, each twice, the operands of two products and a norm, two numbers per row; then, of the three, the
+    # operands and the gradients that arrived
+    assert own.activation_bytes == 7 * unit + 2 * 64 * 4
+    assert own.weight_activation_bytes == 6 * unit + 2 * 64 * 4
+    plan = pipec.compile(net, 3, 5, halves("1f1b", delay=delay), recompute=recompute, costs=costs)
+    sizes = buffer_bytes(plan, costs)
+    assert sizes is not None
+    half, later = later_bytes(plan, costs, sizes)
+    storages = Storages()
+    seen: list[tuple[int, int, int]] = []
+
+    class Watched(Device):
+        def run(self, ops: Any) -> None:
+            for op in ops:
+                storages.device = self.index
+                super().run([op])
+                seen.extend((op.task, d, storages.live[d]) for d in range(3))
+
+    class Copying(CopyingChannels):
+        pass
+
+    Copying.storages = storages
+    monkeypatch.setattr(runner_module, "Device", Watched)
+    monkeypatch.setattr(runner_module, "Channels", Copying)
+    run = pipec.Runner(net, plan, backend="replay")
+    run.step(**data)
+    for parameter in run.parameters():
+        parameter.grad = None
+    seen.clear()
+    gc.collect()
+    storages.live.clear()
+    storages.known.clear()
+    gc.disable()
+    try:
+        with storages:
+            run.step(**data)
+    finally:
+        gc.enable()
+    begun: set[int] = set()
+    for task, device, got in seen:
+        row = plan.table.task(task)
+        if row.kind is pipec.Kind.BACKWARD_WEIGHT:
+            begun.add(row.stage)
+        alive = (plan.buffers.writer <= task) & (plan.buffers.free > task) & (plan.buffers.device == device)
+        expected = float(np.where((half >= 0) & (half <= task), later, sizes)[alive].sum())
+        expected += sum(costs.weight_bytes("abc"[s]) or 0 for s in begun if plan.stage_device(s) == device)
+        assert got == pytest.approx(expected, rel=0.02, abs=600), (str(row), device)
+    peaks = plan.simulate().peak_bytes
+    assert peaks is not None
+    without = plan.simulate(attrs.evolve(costs, stages={
+        name: attrs.evolve(own, weight_activation_bytes=None) for name, own in costs.stages.items()
+    })).peak_bytes
+    assert without is not None
+    if delay:  # with W right after I, what the seeds of the first stage add shows more
+        assert sum(peaks) < sum(without)

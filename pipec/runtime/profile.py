@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pipec.costs import Costs, StageCosts
 from pipec.errors import RunError
-from pipec.runtime.borders import Packed, collect, edges, pack, version
+from pipec.runtime.borders import Packed, collect, edges, pack, unpack, version
 from pipec.runtime.engine import accumulate
+from pipec.runtime.split import input_half
 from pipec.runtime.stages import Stage, bind
 from pipec.runtime.step import Batch
 from pipec.tree import flatten, select
@@ -128,12 +129,31 @@ def _measure(stage: Stage, read: list[Any], repeats: int) -> tuple[Any, StageCos
             stage.check_writes(packets, versions)
             own = wanted if halves else wanted + parameters
             (inputs if halves else whole).append(_backward(stage, out, losses, own) if own else 0.0)
+    given_in = {s for packet in read[len(stage.reads) :] for s in _storages(unpack(packet)[0])}
+    between = _between_halves(stage, read, known | given_in)
     best = [min(times[2:]) * 1e3 for times in (forward, inputs, whole)]
     costs = StageCosts(
         forward=best[0], backward_input=best[1], backward_weight=max(best[2] - best[1], 0.0), update=0.0,
         activation_bytes=saved, weight_bytes=sum(p.numel() * p.element_size() for _, p in stage.named_parameters()),
+        weight_activation_bytes=between,
     )
     return out, costs, kept
+
+
+def _between_halves(stage: Stage, read: list[Any], known: set[int]) -> int:
+    """Bytes that the input half of the stage's backward leaves to the weight half."""
+    stage.anchor, stage.told_split = torch.zeros((), requires_grad=True), True  # a plan may not split it: no notice
+    values, leaves = stage.read(list(read))
+    out, losses = _run(stage, values)
+    stage.anchor = None
+    roots, seeds = _roots(stage, out, losses)
+    wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
+    del out, losses, values
+    if not roots:
+        return 0
+    _, weights = input_half(stage, roots, seeds, wanted, stage.trainable())
+    kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in weights.tensors()} if weights.late else {}
+    return sum(size for storage, size in kept.items() if storage not in known)
 
 
 def _run(stage: Stage, values: list[Any]) -> tuple[Any, list[Tensor]]:
@@ -141,7 +161,8 @@ def _run(stage: Stage, values: list[Any]) -> tuple[Any, list[Tensor]]:
     return out, [stage.run_loss(loss, values, out) for loss in stage.losses]
 
 
-def _backward(stage: Stage, out: Any, losses: list[Tensor], wanted: list[Tensor]) -> float:
+def _roots(stage: Stage, out: Any, losses: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """Where gradients enter the stage's graph, and ones for all of them."""
     roots: list[Any] = []
     seeds: list[Tensor] = []
     for _, path in stage.gives:
@@ -150,6 +171,11 @@ def _backward(stage: Stage, out: Any, losses: list[Tensor], wanted: list[Tensor]
         collect(edges(value), ones[0] if isinstance(value, Tensor) else ones, roots, seeds)
     for loss in losses:
         collect(edges(loss), torch.ones_like(loss), roots, seeds)
+    return roots, seeds
+
+
+def _backward(stage: Stage, out: Any, losses: list[Tensor], wanted: list[Tensor]) -> float:
+    roots, seeds = _roots(stage, out, losses)
     if not roots:
         return 0.0
     begin = time.perf_counter()

@@ -292,6 +292,20 @@ class Weights:
                 self.found[place] = gradient
         return self.found
 
+    def tensors(self) -> list[Tensor]:
+        """All that is kept for :meth:`run`."""
+        stack = [edge.node for edge in self.roots]
+        stack += [edge.node for join in self.joins for _, edge in join.edges]
+        nodes = {join.node for join in self.joins}
+        while stack:
+            node = stack.pop()
+            if node not in nodes:
+                nodes.add(node)
+                stack += [to for to, _ in node.next_functions if to is not None]
+        kept: list[Any] = [saved.data for node in nodes for saved in saved_tensors(node)]
+        kept += [gradient for join in self.joins for gradient in join.arrived.gradients or ()]
+        return [tensor for tensor in [*kept, *self.seeds, *self.found] if isinstance(tensor, Tensor)]
+
     def _called(self) -> list[tuple[list[tuple[int, GradientEdge]], Any]]:
         """Per join its edges, and what it makes of the gradients that arrived: None where an edge is not wanted.
 
