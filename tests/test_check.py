@@ -68,3 +68,13 @@ def test_a_given_plan_is_checked() -> None:
     made = net(nn.Tanh())
     plan = pipec.compile(made, 2, 3, "gpipe")
     assert pipec.check(made, batch(), plan)
+
+
+def test_stages_that_carry_their_devices_are_checked_on_these() -> None:
+    made = pipec.Pipeline("placed")
+    x, y = made.input("x"), made.input("y")
+    hidden = made.stage("a", nn.Linear(4, 4), x, device=1)
+    made.loss("loss", nn.functional.mse_loss, made.stage("b", nn.Linear(4, 4), hidden, device=0), y)
+    report = pipec.check(made, {"x": torch.randn(4, 4), "y": torch.randn(4, 4)})
+    assert report
+    assert "2 devices" in str(report)

@@ -58,7 +58,8 @@ def check(
 
     Args:
         batch: the minibatch by input name.
-        plan: the plan to check; by default compiled from ``options`` as for :func:`pipec.compile`.
+        plan: the plan to check; by default compiled from ``options`` as for :func:`pipec.compile`, for one device or
+            for those that the stages carry.
         backend: as for Runner.
 
     Returns:
@@ -68,7 +69,8 @@ def check(
     A plan with UPDATE tasks is checked without them: compile it with ``update=None``.
     """
     if plan is None:
-        plan = compile_plan(pipeline, **({"devices": 1} | options))
+        devices = 1 + max((stage.device for stage in pipeline.spec.stages if stage.device is not None), default=0)
+        plan = compile_plan(pipeline, **({"devices": devices} | options))
     mine, theirs = Record(), Record()
     with Runner(pipeline, plan, backend=backend) as run:
         run.probe = _recorder(mine)
