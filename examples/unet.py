@@ -46,7 +46,7 @@ class Up(nn.Module):
         return self.body(torch.cat([F.interpolate(self.narrow(x), scale_factor=2), skip], 1))
 
 
-class Clean(nn.Module):
+class Denoise(nn.Module):
     """Take the noise found off the noisy image."""
 
     def __init__(self, channels: int) -> None:
@@ -73,7 +73,7 @@ def build(c: int) -> pipec.Pipeline:
     dec3 = net.stage("dec3", Up(8 * c, 4 * c), middle, pipec.skip(enc3))
     dec2 = net.stage("dec2", Up(4 * c, 2 * c), dec3, pipec.skip(enc2))
     dec1 = net.stage("dec1", Up(2 * c, c), dec2, pipec.skip(enc1))
-    image = net.stage("clean", Clean(c), dec1, noisy)
+    image = net.stage("denoise", Denoise(c), dec1, noisy)
     net.output(image)
     net.loss("mse", F.mse_loss, image, clean)
     return net
@@ -147,7 +147,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # 4. Pictures.
     chosen.out.mkdir(exist_ok=True)
     titles = ["predicted", "measured"]
-    pipec.draw([predicted, measured], chosen.out / "unet.svg", titles=titles)
+    # Without width= the axis grows with the number of tasks; 1050 points and the margins are about 1600 pixels.
+    pipec.draw([predicted, measured], chosen.out / "unet.svg", titles=titles, width=1050)
     pipec.draw(plan, chosen.out / "unet-stages.svg", graph="stages", pipeline=net)
     print(f"Pictures: {chosen.out / 'unet.svg'} (predicted and measured), {chosen.out / 'unet-stages.svg'}\n")
 
@@ -172,11 +173,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             "predicted": predicted.makespan}
 
 
-def save_patches(path: Path, *rows: Tensor) -> None:
-    """Eight patches of each kind, one kind a row."""
+def save_patches(path: Path, noisy: Tensor, restored: Tensor, clean: Tensor) -> None:
+    """The eight patches with most contrast (much of the photographs is dark), one kind a row."""
     from PIL import Image
 
-    grid = torch.cat([torch.cat(list(row[:8].clamp(0, 1)), 2) for row in rows], 1)
+    shown = clean.flatten(1).std(1).topk(8).indices
+    grid = torch.cat([torch.cat(list(kind[shown].clamp(0, 1)), 2) for kind in (noisy, restored, clean)], 1)
     pixels = (grid.permute(1, 2, 0) * 255).byte().numpy()
     Image.fromarray(pixels).resize((2 * pixels.shape[1], 2 * pixels.shape[0])).save(path)
     print(f"Noisy, restored, original: {path}")
