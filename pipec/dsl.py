@@ -13,12 +13,14 @@ from typing import Any
 from attrs import field, frozen
 
 from pipec.errors import Location, Problem, caller, raise_all
-from pipec.spec import REDUCTIONS, InputSpec, LossSpec, OutputSpec, Ref, Spec, StageSpec, read_by
+from pipec.operators import NoTensor
+from pipec.losses import settle, takes_reduction
+from pipec.spec import InputSpec, LossSpec, OutputSpec, Ref, Spec, StageSpec, read_by
 from pipec.tree import flatten, show_path, unflatten
 
 
 @frozen(eq=False)
-class Value:
+class Value(NoTensor):
     """What flows on an edge: an input, a stage's result, or a part of it (``v[0]``, ``v["h"]``)."""
 
     pipeline: Pipeline
@@ -30,6 +32,16 @@ class Value:
             self.pipeline._problem(f"{self}[{key}]: the stage was declared with outputs={self.outputs}")
         if isinstance(key, int) and key < 0 and self.outputs is not None:
             key += self.outputs
+        try:
+            hash(key)
+            fits = not isinstance(key, slice | tuple) or not any(isinstance(k, slice) for k in flatten(key)[0])
+        except TypeError:  # a list, and before Python 3.12 a slice
+            fits = False
+        if not fits:
+            self.pipeline._problem(
+                f"{self}[{key!r}]: a part of a value is named by one index or key; cut it inside a stage"
+            )
+            return self
         return Value(self.pipeline, Ref(self.ref.source, self.ref.index, (*self.ref.path, key)))
 
     def __iter__(self) -> Iterator[Value]:
@@ -80,6 +92,9 @@ class Pipeline:
         self._outputs: list[OutputSpec] = []
         self._losses: list[LossSpec] = []
         self._problems: list[Problem] = []
+        self._meant: set[tuple[str, int]] = set()  # read by a declaration that is a problem already
+        self._strings: list[tuple[str, str, Location | None]] = []  # who was given which string, and where
+        self._loss_asked = False
         self._location = caller()
         self._spec: Spec | None = None
 
@@ -109,6 +124,10 @@ class Pipeline:
         ``device`` is a logical device index.
         """
         location = caller()
+        if self._name_forgotten("stage", stage_name, (fn, args, kwargs)):
+            self._stages.append(StageSpec("stage without a name", None, (), location=location))
+            self._meant.add(("stage", len(self._stages) - 1))
+            return self._value("stage", len(self._stages) - 1, outputs if isinstance(outputs, int) else None)
         self._check_name("stage", stage_name, [s.name for s in self._stages])
         if isinstance(fn, type):
             self._problem(f"stage {stage_name!r}: got the class {fn.__name__}; pass an instance, {fn.__name__}(...)")
@@ -124,8 +143,7 @@ class Pipeline:
         before = len(self._problems)
         filled = self._template(f"stage {stage_name!r}", (args, kwargs), skips)
         if len(self._problems) == before and not any(isinstance(leaf, Ref) for leaf in flatten(filled)[0]):
-            hint = self._hint(filled)
-            self._problem(f"stage {stage_name!r} reads no value: pass an input or another stage's result{hint}")
+            self._reads_nothing(f"stage {stage_name!r}", "value: pass an input or another stage's result", filled)
         self._check_call(f"stage {stage_name!r}", fn, ((None,) if params is not None else ()) + args, kwargs)
         self._stages.append(
             StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), location, outputs)
@@ -142,6 +160,8 @@ class Pipeline:
         if ref.source == "input":
             self._problem(f"output {value!r} is an input of the pipeline; only what a stage returns can be an output")
             return
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            self._problem(f"output {value!r}: dim must be a dimension or None, got {dim!r}")
         name = repr(value) if name is None else name
         self._check_name("output", name, [o.name for o in self._outputs])
         self._outputs.append(OutputSpec(name, ref, dim, location))
@@ -162,18 +182,25 @@ class Pipeline:
         rows/all rows, so that the result does not depend on the number of microbatches. ``"sum"``: ``fn`` sums.
         ``count``: ``fn`` sums and the sum is divided by ``count`` of the whole minibatch, a function of the
         pipeline's inputs by name (tokens that are not ignored, say).
+
+        torch's own losses are told the reduction, or asked for theirs: ``nn.MSELoss(reduction="sum")`` is a sum
+        without saying so again.
         """
         location = caller()
         what = f"loss {loss_name!r}"
+        self._loss_asked = True
+        if self._name_forgotten("loss", loss_name, (fn, args, kwargs)):
+            return
         self._check_name("loss", loss_name, [item.name for item in self._losses])
-        if fn is not None and not callable(fn):
+        if isinstance(fn, type):
+            self._problem(f"{what}: got the class {fn.__name__}; pass an instance, {fn.__name__}(...)")
+        elif fn is not None and not callable(fn):
             self._problem(f"{what}: expected a function or a module, got {_brief(fn)}")
-        if reduction is None:
-            reduction = "mean" if count is None else "sum"
-        if reduction not in REDUCTIONS:
-            self._problem(f"{what}: reduction must be 'mean' or 'sum', got {reduction!r}")
-        elif count is not None and reduction == "mean":
-            self._problem(f"{what}: with count= the loss must be a sum; drop reduction='mean'")
+        reduction, wrong = settle(fn, reduction, count is not None)
+        if wrong is not None:
+            self._problem(f"{what}: {wrong}")
+        elif takes_reduction(fn):
+            kwargs["reduction"] = reduction
         if count is not None:
             self._check_count(what, count)
         before = len(self._problems)
@@ -181,11 +208,15 @@ class Pipeline:
         stages = [r.index for r in flatten(filled)[0] if isinstance(r, Ref) and r.source == "stage"]
         if not stages:
             if len(self._problems) == before:
-                self._problem(f"{what} reads no stage: pass a stage's result{self._hint(filled)}")
+                self._reads_nothing(what, "stage: pass a stage's result", filled)
             return
         self._check_call(what, fn, args, kwargs)
         self._losses.append(LossSpec(loss_name, fn, filled[0], filled[1], reduction, count, max(stages), location))
         self._spec = None
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(str(item.name) for item in self._inputs) or "none"
+        return f"<Pipeline {self.name!r}: inputs {inputs}; {_counted(len(self._stages), 'stage')}>"
 
     @property
     def spec(self) -> Spec:
@@ -216,6 +247,17 @@ class Pipeline:
         elif name in taken:
             self._problem(f"{what} {name!r} is declared twice; give each {what} a name of its own")
 
+    def _name_forgotten(self, what: str, name: Any, call: Any) -> bool:
+        """True when a module or a value stands where the name belongs; what the call reads counts as read."""
+        if isinstance(name, str) or not (callable(name) or isinstance(name, Value)):
+            return False
+        self._problem(f"{what}: the first argument is the {what}'s name, a string; got {_brief(name)}")
+        for leaf in flatten((name, call))[0]:
+            leaf = leaf.value if isinstance(leaf, Skip) else leaf
+            if isinstance(leaf, Value) and leaf.pipeline is self:
+                self._meant.add((leaf.ref.source, leaf.ref.index))
+        return True
+
     def _check_call(self, what: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         target = getattr(fn, "forward", fn)
         if fn is None or isinstance(fn, type) or not callable(fn):
@@ -243,17 +285,22 @@ class Pipeline:
         draft = [s for s in self._stages if any(True for _ in s.refs())]
         used = {ref for stage in draft for ref in stage.refs()}
         used |= {ref for loss in self._losses for ref in loss.refs()} | {out.ref for out in self._outputs}
-        sources = {(ref.source, ref.index) for ref in used}
+        sources = {(ref.source, ref.index) for ref in used} | self._meant
         counted = {name for loss in self._losses for name, _ in _parameters(loss.count)}
         sources |= {("input", index) for index, item in enumerate(self._inputs) if item.name in counted}
+        no_loss = "" if self._loss_asked else "; the pipeline declares no loss"
+        given = {name: Problem(f"{what}: {self._string(name)}", where) for what, name, where in self._strings}
         problems = [
-            Problem(f"input {item.name!r} is never read; pass it to a stage or a loss, or remove it", item.location)
+            given[item.name] if item.name in given else
+            Problem(f"input {item.name!r} is never read; pass it to a stage or a loss, or remove it{no_loss}",
+                    item.location)
             for index, item in enumerate(self._inputs)
             if ("input", index) not in sources and item.name not in [i.name for i in self._inputs[:index]]
         ]
         for index, stage in enumerate(self._stages):
             if ("stage", index) not in sources:
                 problems.append(
+                    given[stage.name] if stage.name in given else
                     Problem(f"stage {stage.name!r}: nothing reads its value; pass it to a stage or a loss, "
                             "declare it with output(...), or remove the stage", stage.location)
                 )
@@ -281,6 +328,8 @@ class Pipeline:
             elif isinstance(leaf, Value):
                 filled.append(self._ref(what, leaf))
             else:
+                if isinstance(leaf, str):
+                    self._strings.append((what, leaf, caller()))
                 filled.append(leaf)
         return unflatten(layout, filled)
 
@@ -288,8 +337,11 @@ class Pipeline:
         if isinstance(value, Skip):
             value = value.value
         if isinstance(value, str):
-            hint = f"; pass the value that stage({value!r}, ...) returned" if self._is_stage(value) else ""
-            self._problem(f"{what}: expected a value of this pipeline, got the string {value!r}{hint}")
+            if self._named(value):
+                self._problem(f"{what}: {self._string(value)}")
+                self._meant |= self._named(value)
+            else:
+                self._problem(f"{what}: expected a value of this pipeline, got the string {value!r}")
         elif not isinstance(value, Value):
             self._problem(f"{what}: expected what input(...) or stage(...) returned, got {_brief(value)}")
         elif value.pipeline is not self:
@@ -298,15 +350,26 @@ class Pipeline:
             return value.ref
         return None
 
-    def _hint(self, template: Any) -> str:
-        """For a stage's name given where its value is meant."""
-        for leaf in flatten(template)[0]:
-            if isinstance(leaf, str) and self._is_stage(leaf):
-                return f"; the string {leaf!r} is no value, stage({leaf!r}, ...) returned it"
-        return ""
+    def _reads_nothing(self, what: str, missing: str, template: Any) -> None:
+        """The problem of a stage or loss without values: a name given where its value is meant, or none at all."""
+        leaves = flatten(template)[0]
+        names = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, str) and self._named(leaf)))
+        for name in names:
+            self._problem(f"{what}: {self._string(name)}")
+            self._meant |= self._named(name)
+        if not names:
+            self._problem(f"{what} reads no {missing}")
+        self._meant |= {(leaf.source, leaf.index) for leaf in leaves if isinstance(leaf, Ref)}
 
-    def _is_stage(self, name: str) -> bool:
-        return any(stage.name == name for stage in self._stages)
+    def _named(self, name: str) -> set[tuple[str, int]]:
+        """The stages and inputs of a name."""
+        items = (("stage", self._stages), ("input", self._inputs))
+        return {(source, index) for source, known in items for index, item in enumerate(known) if item.name == name}
+
+    def _string(self, name: str) -> str:
+        is_stage = any(source == "stage" for source, _ in self._named(name))
+        made = f"stage({name!r}, ...)" if is_stage else f"input({name!r})"
+        return f"got the string {name!r}; pass the value that {made} returned"
 
 
 def chain(stages: int, name: str = "chain") -> Pipeline:
@@ -326,6 +389,10 @@ def _parameters(fn: Any) -> list[tuple[str, inspect.Parameter]]:
         return list(inspect.signature(fn).parameters.items()) if callable(fn) else []
     except (TypeError, ValueError):
         return []
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _brief(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import models
@@ -283,3 +284,69 @@ def test_result_of_the_reference_and_of_the_runner_are_alike() -> None:
     expected = pipec.reference(theirs, 4).step(**data())
     assert same([got.losses, got.outputs, got.microbatches, got.skipped],
                 [expected.losses, expected.outputs, expected.microbatches, expected.skipped])
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [(lambda y: None, "got None"), (lambda y: "a", "got a str"), (lambda y: y, "a tensor of shape"),
+     (lambda y: float("inf"), "positive and finite")],
+)
+def test_a_count_that_is_no_number_names_its_loss(count: Any, message: str) -> None:
+    net = models.of_modules(nn.Linear(models.WIDTH, models.WIDTH), loss=summed, count=count)
+    with models.runner(net, 1) as run, pytest.raises(pipec.RunError, match=f"loss 'loss'.*{message}"):
+        run.step(**models.data())
+
+
+def summed(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().sum()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("fn", "options"),
+    [
+        (nn.MSELoss(reduction="sum"), {}),
+        (functools.partial(F.mse_loss, reduction="sum"), {}),
+        (F.mse_loss, {"reduction": "sum"}),
+        (lambda a, b: ((a - b) ** 2).sum(), {"reduction": "sum"}),
+    ],
+    ids=["module", "partial", "function", "own"],
+)
+def test_a_sum_is_a_sum_however_it_is_said(fn: Any, options: dict[str, Any], microbatches: int) -> None:
+    torch.manual_seed(0)
+    line = nn.Linear(4, 4).double()
+    net = pipec.Pipeline("net")
+    x, y = net.input("x"), net.input("y")
+    net.loss("sum", fn, net.stage("line", line, x), y, **options)
+    data = {name: torch.randn(8, 4, dtype=torch.float64) for name in ("x", "y")}
+    with pipec.Runner(net, pipec.compile(net, 1, microbatches)) as run:
+        got = run.step(**data).loss
+    expected = F.mse_loss(line(data["x"]), data["y"], reduction="sum")
+    torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_torch_s_own_losses_sum_under_a_count() -> None:
+    torch.manual_seed(0)
+    line = nn.Linear(4, 3).double()
+    net = pipec.Pipeline("net")
+    x, y = net.input("x"), net.input("y")
+    net.loss("ce", F.cross_entropy, net.stage("line", line, x), y, count=lambda y: (y != -100).sum())
+    data = {"x": torch.randn(6, 4, dtype=torch.float64), "y": torch.tensor([0, 1, 2, -100, -100, 1])}
+    with pipec.Runner(net, pipec.compile(net, 1, 3)) as run:
+        got = run.step(**data).loss
+    torch.testing.assert_close(got, F.cross_entropy(line(data["x"]), data["y"]).detach(), rtol=1e-12, atol=0)
+
+
+def test_a_declaration_and_a_loss_that_disagree_are_told() -> None:
+    net = pipec.Pipeline("net")
+    x, y = net.input("x"), net.input("y")
+    value = net.stage("line", nn.Linear(4, 4), x)
+    net.loss("a", nn.MSELoss(), value, y, reduction="sum")
+    net.loss("b", nn.MSELoss(), value, y, count=lambda y: y.numel())
+    net.loss("c", nn.MSELoss(reduction="none"), value, y)
+    with pytest.raises(pipec.SpecError) as caught:
+        _ = net.spec
+    told = str(caught.value)
+    assert "loss 'a': the declaration says reduction='sum', but the loss itself has reduction='mean'" in told
+    assert "loss 'b': count= divides a sum, but the loss itself has reduction='mean'" in told
+    assert "loss 'c': reduction must be 'mean' or 'sum', got 'none'" in told

@@ -323,7 +323,8 @@ def test_a_timeline_prints() -> None:
     assert str(timeline) == "\n".join(
         [
             "chain: 1f1b, 2 devices, 2 microbatches",
-            "makespan 9 ms, span 9 ms, bubble 3 ms (33.3%), 4 copies of 2 KiB",
+            "makespan 9 ms, span 9 ms, 4 copies of 2 KiB",
+            "bubble 33.3% of all devices' time, 3 ms beyond the busiest one's work",
             "device      busy    useful  recompute  activations  peak memory",
             "0          66.7%         6          0            2      4.5 KiB",
             "1          66.7%         6          0            1      3.5 KiB",
