@@ -275,3 +275,18 @@ def test_a_stage_may_differentiate_inside_its_forward_unless_it_is_recomputed() 
     with models.runner(build(), 3, recompute="always") as run, pytest.raises(RuntimeError, match=told) as caught:
         run.step(**models.data())
     assert "stage 'b'" in caught.value.__notes__[0]
+
+
+def test_an_expanded_gradient_crosses_a_border_as_autograd_made_it() -> None:
+    for seed in range(8):  # dense copies of it add up in another order, in about half of these
+        torch.manual_seed(seed)
+        first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+        net = models.of_modules(first, lambda h: h.sum(1, keepdim=True).expand(-1, 8), last)
+        x, y = torch.randn(7, 8), torch.randn(7, 8)
+        nn.functional.mse_loss(last(first(x).sum(1, keepdim=True).expand(-1, 8)), y).backward()
+        expected = [first.weight.grad, first.bias.grad, last.weight.grad, last.bias.grad]
+        first.zero_grad()
+        last.zero_grad()
+        with models.runner(net, 2, 1) as run:
+            run.step(x=x, y=y)
+        assert same([first.weight.grad, first.bias.grad, last.weight.grad, last.bias.grad], expected)

@@ -8,8 +8,10 @@ engine as that function does, after its checks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import _FunctionBase as FunctionNode
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
@@ -23,11 +25,28 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
-def accumulate(roots: Sequence[GradientEdge], seeds: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    """Add vector-Jacobian products to ``.grad`` of ``wanted``, each as soon as it is there and still in the cache."""
+def accumulate(
+    roots: Sequence[GradientEdge], seeds: Sequence[Tensor], parameters: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Add vector-Jacobian products to ``.grad`` of ``parameters``, each as soon as it is there and still in the cache.
+
+    Returns:
+        Those of ``leaves``, as autograd made them. ``.grad`` would hold some of them in another layout (the expanded
+        gradient of a mean, made dense), and kernels that read them next might add up in another order.
+    """
+    odd: dict[int, Tensor] = {}
+    for place, leaf in enumerate(leaves):
+        leaf.register_hook(partial(_keep, odd, place, leaf.stride()))  # type: ignore[no-untyped-call]
     _engine_run_backward(
-        tuple(roots), tuple(seeds), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=True
+        tuple(roots), tuple(seeds), False, False, (*leaves, *parameters), allow_unreachable=True, accumulate_grad=True
     )
+    return [odd.get(place, leaf.grad) for place, leaf in enumerate(leaves)]
+
+
+def _keep(odd: dict[int, Tensor], place: int, stride: tuple[int, ...], gradient: Tensor) -> None:
+    """Keep a gradient of another layout. Any other is left to autograd, which only takes over what nobody holds."""
+    if gradient.layout is not torch.strided or gradient.stride() != stride:
+        odd[place] = gradient
 
 
 def gradients(

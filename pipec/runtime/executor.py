@@ -190,8 +190,7 @@ class Device:
             return
         with step.random.task(op.stage, op.microbatch, Purpose.BACKWARD):
             if accumulator.direct:
-                accumulate(roots, seeds, wanted)
-                found: Any = [leaf.grad for leaf in flat]
+                found: Any = accumulate(roots, seeds, accumulator.parameters, flat)
             else:
                 found = gradients(roots, seeds, wanted)
                 accumulator.add(op.microbatch, found[len(flat) :])

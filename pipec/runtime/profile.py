@@ -104,7 +104,7 @@ def _measure(stage: Stage, read: list[Any], repeats: int) -> tuple[Any, StageCos
     """The stage's result, its costs (the least of all runs), and per value it gives the bytes its graph saves."""
     parameters = stage.trainable()
     known = {p.untyped_storage()._cdata for _, p in stage.named_parameters()}
-    known |= {buffer.untyped_storage()._cdata for buffer in stage.buffers.originals()}
+    known |= {buffer.untyped_storage()._cdata for buffer in stage.buffers.originals() if buffer is not None}
     forward: list[float] = []
     whole: list[float] = []
     inputs: list[float] = []
@@ -179,7 +179,7 @@ def _backward(stage: Stage, out: Any, losses: list[Tensor], wanted: list[Tensor]
     if not roots:
         return 0.0
     begin = time.perf_counter()
-    accumulate(roots, seeds, wanted)  # as a step does it, so that adding to .grad is part of the cost
+    accumulate(roots, seeds, wanted, [])  # as a step does it, so that adding to .grad is part of the cost
     return time.perf_counter() - begin
 
 
