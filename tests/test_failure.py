@@ -375,3 +375,66 @@ def test_workers_persist_over_steps() -> None:
         run.evaluate(**minibatch())
         run.step(**minibatch())
         assert workers() - before == first
+
+
+class SealedError(Exception):
+    def add_note(self, note: str) -> None:
+        raise RuntimeError("no notes")
+
+
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+def test_an_exception_that_takes_no_note_still_arrives_as_itself(backend: str) -> None:
+    def fail(_: Tensor) -> Tensor:
+        raise SealedError
+
+    with models.runner(models.of_modules(nn.Identity(), fail), backend=backend) as run, pytest.raises(SealedError):
+        run.step(**models.data())
+
+
+def test_microbatches_of_an_output_that_do_not_fit_together_change_nothing() -> None:
+    layer, widths = nn.Linear(models.WIDTH, models.WIDTH), iter(range(1, 9))
+    net = pipec.Pipeline("net")
+    x, y = net.input("x"), net.input("y")
+    value = net.stage("layer", layer, x)
+    net.output(net.stage("ragged", lambda v: v.detach()[:, : next(widths)], value), "pieces")
+    net.loss("loss", F.mse_loss, value, y)
+    before = layer.weight.detach().clone()
+    how = {"update": "stage", "optimizer": lambda own: torch.optim.SGD(own, lr=0.1)}
+    with models.runner(net, **how) as run, pytest.raises(pipec.RunError, match=r"output 'pieces'.*\(2, 1\)"):
+        run.step(**models.data())
+    assert torch.equal(layer.weight, before)
+    assert layer.weight.grad is None
+
+
+def test_one_runner_does_one_call_at_a_time() -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def wait(x: Tensor) -> Tensor:
+        inside.set()
+        assert go.wait(30)
+        return x
+
+    net = models.of_modules(nn.Linear(models.WIDTH, models.WIDTH), wait)
+    with models.runner(net) as run:
+        other = threading.Thread(target=lambda: run.step(**models.data()))
+        other.start()
+        assert inside.wait(30)
+        try:
+            with pytest.raises(pipec.RunError, match="busy with another step"):
+                run.step(**models.data())
+        finally:
+            go.set()
+            other.join()
+        found = gradients(net)
+        run.step(**models.data())  # free again
+    assert all(torch.allclose(twice, 2 * once) for once, twice in zip(found, gradients(net), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+def test_a_stage_that_calls_its_own_runner_fails_and_does_not_hang(backend: str) -> None:
+    runs: list[Any] = []
+    net = models.of_modules(nn.Linear(models.WIDTH, models.WIDTH), lambda x: runs[0].evaluate(**models.data()).output)
+    with models.runner(net, backend=backend) as run:
+        runs.append(run)
+        with pytest.raises(pipec.RunError, match="busy with another"):
+            run.step(**models.data())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from attrs import frozen
@@ -45,11 +45,14 @@ def annotate(failure: Failure, graph: Graph, updated: Sequence[str] = ()) -> Bas
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an exception; Python 3.10 keeps it without showing it."""
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
+    """Add a note to an exception, where it takes one; Python 3.10 keeps it without showing it."""
+    try:
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:
+            error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
+    except Exception:  # a user's class may refuse attributes; its own type matters more than the note
+        return
 
 
 def _told(error: BaseException) -> str:
@@ -66,12 +69,15 @@ class Undo:
     """
 
     def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor]) -> None:
+        for stage in stages:
+            stage.buffers.refresh()
         self._buffers = [(s, s.buffers.originals(), s.buffers.snapshot()) for s in stages if s.buffers]
         self._gradients = [(p, p.grad) for p in parameters]
-        users: dict[int, list[tuple[str, str, Tensor, Tensor]]] = {}
+        users: dict[int, list[tuple[str, str, Any, Any]]] = {}
         for stage, originals, values in self._buffers:
             for name, buffer, value in zip(stage.buffers.names, originals, values, strict=True):
-                users.setdefault(id(buffer), []).append((stage.name, name, buffer, value))
+                if buffer is not None:
+                    users.setdefault(id(buffer), []).append((stage.name, name, buffer, value))
         self._shared = [found for found in users.values() if len(found) > 1]
 
     def __enter__(self) -> Undo:

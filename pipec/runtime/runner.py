@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -84,6 +85,7 @@ class Runner:
         self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
+        self._turn: dict[str, object] = {}  # holds the one call that may use the workers now
         self._position = Position(seed)
         self._streams = Streams()
         self.probe: Probe | None = None
@@ -128,7 +130,10 @@ class Runner:
             BaseException: what a stage, a loss, a hook or an optimizer raised, with a note saying where. Then
                 parameters, buffers and ``.grad`` are as before the step, unless an UPDATE had begun.
         """
-        self._ready()
+        with self._alone():
+            return self._step(args, inputs)
+
+    def _step(self, args: Sequence[Any], inputs: dict[str, Any]) -> Result:
         if not self.plan.training:
             raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
@@ -155,6 +160,7 @@ class Runner:
             with minibatch(self._deferred):
                 self._run(devices, program.ops, channels, step)
             undo.check_shared_buffers()
+            result = step.result()
             if not plan.update_early:
                 commit(accumulators, shared)
                 step.backward_inputs()
@@ -166,7 +172,6 @@ class Runner:
             updater.finish(parameters)
         self._position = self._position.advanced()
         self._last = (plan, step)
-        result = step.result()
         step.forget()
         return Result(result.losses, result.outputs, result.microbatches, updater.skip)
 
@@ -199,14 +204,15 @@ class Runner:
 
         Losses whose inputs are not given are left out.
         """
-        return self._forward(args, inputs, losses=True)
+        with self._alone():
+            return self._forward(args, inputs, losses=True)
 
     def forward(self, *args: Any, **inputs: Any) -> Result:
         """As :meth:`evaluate`, without computing any loss."""
-        return self._forward(args, inputs, losses=False)
+        with self._alone():
+            return self._forward(args, inputs, losses=False)
 
     def _forward(self, args: Sequence[Any], inputs: dict[str, Any], losses: bool) -> Result:
-        self._ready()
         needed = {index for stage in self.stages for index in stage.needed_inputs}
         optional = [index for index in range(len(self.spec.inputs)) if index not in needed]
         batch = Batch(self.spec, args, inputs, self.plan.microbatches, optional)
@@ -245,6 +251,25 @@ class Runner:
     def _ready(self) -> None:
         if self._closed:
             raise RunError("this runner was closed")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the workers for one call. A second one at the same time would mix gradients, or wait for itself.
+
+        One entry in a dict and no lock: an interrupt at any line leaves nothing held.
+        """
+        self._ready()
+        mine = object()
+        try:
+            if self._turn.setdefault("call", mine) is not mine:
+                raise RunError(
+                    "this runner is still busy with another step() or evaluate(), in another thread or around this "
+                    "call; make one call at a time, or a runner for each"
+                )
+            yield
+        finally:
+            if self._turn.get("call") is mine:
+                self._turn.clear()
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -13,10 +13,12 @@ from pipec.ir import Kind, Plan
 from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sizes, split
 from pipec.runtime.borders import Gradient, Parcel, add
 from pipec.runtime.buffers import Mark
+from pipec.runtime.failure import note
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.randomness import Randomness
 from pipec.runtime.result import Result
-from pipec.spec import Spec
+from pipec.runtime.stages import brief
+from pipec.spec import OutputSpec, Spec
 from pipec.tree import flatten
 
 
@@ -49,9 +51,19 @@ class Batch:
     def _weights(self, index: int) -> list[float]:
         loss, count = self.spec.losses[index], self.microbatches
         if loss.count is not None:
-            total = float(loss.count(**self._named(loss.count)))
-            if not total > 0:
-                raise RunError(f"loss {loss.name!r}: count gave {total:g} for this minibatch; it must be positive")
+            try:
+                given = loss.count(**self._named(loss.count))
+            except BaseException as error:
+                note(error, f"pipec: raised in count of loss {loss.name!r}, before any task")
+                raise
+            try:
+                total = float(given)
+            except (TypeError, ValueError, RuntimeError):
+                raise RunError(f"loss {loss.name!r}: count must give one number, got {brief(given)}") from None
+            if not 0 < total < float("inf"):
+                raise RunError(
+                    f"loss {loss.name!r}: count gave {total:g} for this minibatch; it must be positive and finite"
+                )
             return [1.0 / total] * count
         if loss.reduction == "sum":
             return [1.0] * count
@@ -167,5 +179,21 @@ def joined_result(batch: Batch, outputs: list[list[Any]], losses: list[list[Any]
                 part = value if weight == 1.0 else value * weight
                 total = part if total is None else total + part
             totals[loss.name] = total
-    joined = {out.name: join(values, out.dim) for out, values in zip(batch.spec.outputs, outputs, strict=True)}
+    joined = {out.name: joined_output(out, values) for out, values in zip(batch.spec.outputs, outputs, strict=True)}
     return Result(totals, joined, batch.microbatches)
+
+
+def joined_output(out: OutputSpec, values: list[Any]) -> Any:
+    """One output from its microbatches.
+
+    Raises:
+        RunError: they do not fit together along the output's dimension.
+    """
+    try:
+        return join(values, out.dim)
+    except (RuntimeError, IndexError) as error:
+        shapes = sorted({str(tuple(leaf.shape)) for leaf in flatten(values)[0] if isinstance(leaf, Tensor)})
+        raise RunError(
+            f"output {out.name!r} cannot be joined along dimension {out.dim}: its microbatches have the shapes "
+            f"{', '.join(shapes)}; give another dim=, or dim=None for a list of them"
+        ) from error
