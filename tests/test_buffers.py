@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import models
@@ -163,3 +164,44 @@ def test_fixed_buffers_are_never_exchanged(backend: str) -> None:
         run.step(**data())
         run.step(**data())
     assert seen == {id(net.spec.stages[0].fn.table)}
+
+
+class LateBuffer(nn.Module):
+    """Counts its forwards in a buffer that its first forward makes."""
+
+    def __init__(self, declared: bool) -> None:
+        super().__init__()
+        if declared:
+            self.register_buffer("count", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "count", None) is None:
+            self.register_buffer("count", torch.zeros(()))
+        self.count = self.count + 1
+        return x * self.count
+
+
+def test_a_buffer_that_the_first_forward_fills_is_recomputed_from_none() -> None:
+    for recompute in ("never", "always"):
+        torch.manual_seed(0)
+        late = LateBuffer(declared=True)
+        net = models.of_modules(nn.Linear(WIDTH, WIDTH), late, nn.Linear(WIDTH, WIDTH))
+        assert pipec.check(copy.deepcopy(net), data(), devices=2, microbatches=4, recompute=recompute)
+        with runner(net, 2, recompute=recompute) as run:
+            run.step(**data())
+        assert late.count == 4
+
+
+def test_a_buffer_that_a_forward_registers_cannot_be_recomputed() -> None:
+    net = models.of_modules(nn.Linear(WIDTH, WIDTH), LateBuffer(declared=False))
+    with runner(net, 2, recompute="always") as run, pytest.raises(pipec.RunError, match=r"'b'.*'count'"):
+        run.step(**data())
+
+
+def test_a_part_that_is_exchanged_between_steps_is_seen_by_recompute() -> None:
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    with runner(models.of_modules(first, nn.Identity()), 2, recompute="always") as run:
+        run.step(**data())
+        first[1] = nn.BatchNorm1d(WIDTH)
+        run.step(**data())
+    assert first[1].num_batches_tracked == 4

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Mark = tuple[Tensor, Tensor]  # a buffer and a copy of its values
+Mark = tuple[Any, Any]  # a buffer and a copy of its values, or None twice
+SAME = object()  # in place of a buffer that need not be exchanged
 
 
 class BufferKeeper:
@@ -15,24 +16,43 @@ class BufferKeeper:
 
     A buffer that did not change since the last snapshot is not copied again, so constant buffers cost one copy and no
     memory per microbatch. Values are compared: batch norm moves its statistics without raising their version.
+    A place whose buffer is None (a cache that the first forward makes) is kept as None.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
+        self._modules = modules
         self.places: list[tuple[dict[str, Any], str]] = []
         self.names: list[str] = []
-        seen: set[int] = set()
-        for prefix, sub in (pair for module in modules for pair in module.named_modules()):
-            for name, buffer in sub._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    self.places.append((sub._buffers, name))
-                    self.names.append(f"{prefix}.{name}" if prefix else name)
         self._last: list[Mark] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look for the buffers anew: between steps a script may exchange a part of its model."""
+        places: list[tuple[dict[str, Any], str]] = []
+        names: list[str] = []
+        seen: set[int] = set()
+        for prefix, sub in (pair for module in self._modules for pair in module.named_modules()):
+            for name, buffer in sub._buffers.items():
+                if id(buffer) not in seen:
+                    if buffer is not None:
+                        seen.add(id(buffer))
+                    places.append((sub._buffers, name))
+                    names.append(f"{prefix}.{name}" if prefix else name)
+        if [(id(owner), name) for owner, name in places] != [(id(owner), name) for owner, name in self.places]:
+            self.places, self.names, self._last = places, names, []
+
+    def appeared(self) -> list[str]:
+        """Names of buffers that a forward registered since :meth:`refresh`."""
+        known = set(self.names)
+        return [
+            name for module in self._modules for name, _ in module.named_buffers(remove_duplicate=False)
+            if name not in known
+        ]
 
     def __bool__(self) -> bool:
         return bool(self.places)
 
-    def snapshot(self) -> list[Tensor]:
+    def snapshot(self) -> list[Any]:
         """Copies of all buffers as they are now."""
         return [copy for _, copy in self.mark()]
 
@@ -45,7 +65,9 @@ class BufferKeeper:
         for number, (owner, name) in enumerate(self.places):
             now = owner[name]
             last = self._last[number] if self._last else None
-            if last is not None and last[0] is now and torch.equal(now, last[1]):
+            if now is None:
+                taken.append((None, None))
+            elif last is not None and last[0] is now and torch.equal(now, last[1]):
                 taken.append(last)
             else:
                 taken.append((now, now.detach().clone()))
@@ -53,35 +75,35 @@ class BufferKeeper:
         return taken
 
     @torch.no_grad()
-    def exchange(self, marks: list[Mark]) -> list[Tensor | None]:
-        """Put copies of what was marked into the module; returns what stood there, None where nothing differs.
+    def exchange(self, marks: list[Mark]) -> list[Any]:
+        """Put copies of what was marked into the module; returns what stood there, SAME where nothing differs.
 
         A buffer that did not change since stays: the forward that is run again will hardly change it either, and
         other stages may be reading it. Exchanging instead of writing leaves the versions that autograd remembers
         alone.
         """
-        before: list[Tensor | None] = []
+        before: list[Any] = []
         for (owner, name), (source, copy) in zip(self.places, marks, strict=True):
             now = owner[name]
-            if now is source and torch.equal(now, copy):
-                before.append(None)
+            if now is source and (now is None or torch.equal(now, copy)):
+                before.append(SAME)
             else:
                 before.append(now)
-                owner[name] = copy.clone()
+                owner[name] = None if copy is None else copy.clone()
         return before
 
-    def put_back(self, before: list[Tensor | None], marks: list[Mark]) -> None:
+    def put_back(self, before: list[Any], marks: list[Mark]) -> None:
         """Undo an exchange, and what a forward did since to buffers that were not exchanged."""
         for (owner, name), tensor, (source, copy) in zip(self.places, before, marks, strict=True):
-            owner[name] = source if tensor is None else tensor
-            if tensor is None:
+            owner[name] = source if tensor is SAME else tensor
+            if tensor is SAME:
                 _write(source, copy)
 
-    def originals(self) -> list[Tensor]:
+    def originals(self) -> list[Any]:
         """The tensors that stand in the module now."""
         return [owner[name] for owner, name in self.places]
 
-    def restore(self, originals: list[Tensor], values: list[Tensor]) -> None:
+    def restore(self, originals: list[Any], values: list[Any]) -> None:
         """Put ``originals`` back into the module, holding ``values`` again."""
         for (owner, name), tensor, value in zip(self.places, originals, values, strict=True):
             owner[name] = tensor
@@ -89,6 +111,6 @@ class BufferKeeper:
 
 
 @torch.no_grad()
-def _write(tensor: Tensor, value: Tensor) -> None:
-    if not torch.equal(tensor, value):
+def _write(tensor: Tensor | None, value: Tensor | None) -> None:
+    if tensor is not None and value is not None and not torch.equal(tensor, value):
         tensor.copy_(value)
