@@ -9,7 +9,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from pipec.costs import Activations, Costs
-from pipec.errors import ScheduleError
+from pipec.errors import ScheduleError, SpecError
 from pipec.ir import BACKWARDS, Chunk, Kind, Plan
 from pipec.passes.copies import copies
 from pipec.passes.lifetimes import lifetimes
@@ -63,12 +63,16 @@ def compile(  # noqa: A001 - the verb of this library
     for name, number in (("devices", devices), ("microbatches", microbatches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{name} must be a whole number of at least 1, got {number!r}")
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
+        raise ScheduleError(f"chunks must be a whole number per device, got {chunks!r}")
     if not spec.losses and not forward_only:
         raise ScheduleError(
             f"pipeline {spec.name!r} declares no loss, so it has nothing to train; add loss(...) or compile with "
             "forward_only=True"
         )
     if costs is not None:
+        if not isinstance(costs, Costs):
+            raise SpecError(f"costs must be pipec.Costs(...), got {type(costs).__name__}")
         costs.check(spec.graph)
     policy = find_schedule(schedule)
     default = getattr(policy, "placement", "linear")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
+import numpy as np
 from attrs import asdict, evolve, field, fields, frozen
 
 from pipec.errors import SpecError
@@ -34,6 +36,8 @@ class StageCosts:
 
 
 def _stage_costs(value: Mapping[str, Any]) -> dict[str, StageCosts]:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"costs: stages must be a mapping from stage names, got {value!r}")
     made = {}
     for name, costs in value.items():
         if isinstance(costs, StageCosts):
@@ -48,21 +52,36 @@ def _stage_costs(value: Mapping[str, Any]) -> dict[str, StageCosts]:
         made[name] = StageCosts(**costs)
     for name, own in made.items():
         for item, number in asdict(own).items():
-            if number is not None and not number >= 0:
-                raise SpecError(f"costs of stage {name!r}: {item} must not be negative, got {number!r}")
+            if number is not None:
+                _check(f"costs of stage {name!r}: {item}", number)
     return made
 
 
 def _value_bytes(value: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"costs: bytes of values are a mapping from value names, got {value!r}")
     for name, size in value.items():
-        if not size >= 0:
-            raise SpecError(f"costs of value {name!r}: bytes must not be negative, got {size!r}")
+        _check(f"costs of value {name!r}: bytes", size)
     return dict(value)
 
 
-def _not_negative(_: Any, attribute: Any, value: float | None) -> None:
-    if value is not None and not value >= 0:
-        raise SpecError(f"costs: {attribute.name} must not be negative, got {value!r}")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | np.number)
+
+
+def _check(what: str, value: Any) -> None:
+    """Raise SpecError unless ``value`` is a finite number that is not negative."""
+    if not _is_number(value):
+        raise SpecError(f"{what} must be a number, got {value!r}")
+    if not value >= 0:
+        raise SpecError(f"{what} must not be negative, got {value!r}")
+    if value == float("inf"):
+        raise SpecError(f"{what} must be finite, got {value!r}")
+
+
+def _not_negative(_: Any, attribute: Any, value: Any) -> None:
+    if value is not None or attribute.default is not None:
+        _check(f"costs: {attribute.name}", value)
 
 
 @frozen
@@ -97,7 +116,7 @@ class Costs:
     unit: str = ""
 
     def __attrs_post_init__(self) -> None:
-        if self.bandwidth is not None and not self.bandwidth > 0:
+        if self.bandwidth is not None and not (_is_number(self.bandwidth) and self.bandwidth > 0):
             raise SpecError(f"costs: bandwidth must be positive, got {self.bandwidth!r}")
 
     def duration(self, kind: Kind, stage: str) -> float:
@@ -127,7 +146,8 @@ class Costs:
         """Raise SpecError when costs name a stage or value that ``graph`` has not."""
         stages, values = {s.name for s in graph.stages}, {v.name for v in graph.values}
         wrong = [f"stage {name!r}" for name in self.stages if name not in stages]
-        wrong += [f"value {name!r}" for name in self.values if name not in values]
+        named = dict.fromkeys([*self.values, *self.gradients, *self.saved_values])
+        wrong += [f"value {name!r}" for name in named if name not in values]
         if wrong:
             raise SpecError(
                 f"costs name what pipeline {graph.name!r} has not: {', '.join(wrong)}; "
@@ -169,6 +189,6 @@ class Activations:
 def activations(shares: float) -> Activations:
     """A memory limit of ``shares`` activations per device; one share is all that one device saves for one
     microbatch."""
-    if not shares > 0:
+    if not _is_number(shares) or not shares > 0:
         raise SpecError(f"activations: the limit must be positive, got {shares!r}")
     return Activations(shares)

@@ -88,7 +88,7 @@ def _unflatten(layout: Layout, leaves: Any) -> Any:
         return dict(zip(meta, items, strict=True))
     if kind == "dict":
         cls, keys = meta
-        return cls(zip(keys, items, strict=True))
+        return cls(dict(zip(keys, items, strict=True)))  # of a mapping: a Counter would count pairs
     if kind == "dataclass":
         cls, names = meta
         made = object.__new__(cls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections import OrderedDict, namedtuple
 from functools import partial
@@ -704,3 +705,17 @@ def test_frozen_and_unused_parameters_have_no_gradient() -> None:
         net.spec.stages[0].fn.weight.requires_grad_(True)  # thawed between two steps
         run.step(**data())
         assert net.spec.stages[0].fn.weight.grad is not None
+
+
+def test_a_counter_keeps_its_values_and_arrays_may_be_outputs() -> None:
+    net = pipec.Pipeline("net")
+    x, y = net.input("x"), net.input("y")
+    made = net.stage("count", lambda x: (collections.Counter({"a": 3}), x.numpy()), x, outputs=2)
+    value = net.stage("layer", nn.Linear(8, 8), x)
+    net.loss("loss", F.mse_loss, net.stage("scale", lambda v, c: v * c["a"], value, made[0]), y)
+    net.output(made[1], "arrays")
+    batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
+    with pipec.Runner(net, pipec.compile(net, 2, 2)) as run:
+        arrays = run.step(**batch).outputs["arrays"]
+    assert [a.shape for a in arrays] == [(2, 8), (2, 8)]
+    assert pipec.check(net, batch, devices=2, microbatches=2)

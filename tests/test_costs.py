@@ -81,3 +81,23 @@ def test_names_that_are_not_there() -> None:
     )
     with pytest.raises(pipec.SpecError):
         pipec.compile(pipec.chain(2), 2, 2).simulate(costs)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: pipec.Costs(forward="a"), "forward must be a number, got 'a'"),  # type: ignore[arg-type]
+        (lambda: pipec.Costs(forward=float("inf")), "forward must be finite"),
+        (lambda: pipec.Costs(forward=None), "forward must be a number, got None"),  # type: ignore[arg-type]
+        (lambda: pipec.Costs(bandwidth="x"), "bandwidth must be positive, got 'x'"),  # type: ignore[arg-type]
+        (lambda: pipec.Costs(stages=3), "stages must be a mapping"),  # type: ignore[arg-type]
+        (lambda: pipec.Costs(values=3), "a mapping from value names, got 3"),  # type: ignore[arg-type]
+        (lambda: pipec.activations(None), "must be positive, got None"),  # type: ignore[arg-type]
+        (lambda: pipec.compile(pipec.chain(2), 2, costs={}), "costs must be pipec.Costs"),  # type: ignore[arg-type]
+        (lambda: pipec.compile(pipec.chain(2), 2, costs=pipec.Costs(gradients={"zz": 1})), "value 'zz'"),
+        (lambda: pipec.compile(pipec.chain(2), 2, costs=pipec.Costs(saved_values={"zz": 1})), "value 'zz'"),
+    ],
+)
+def test_costs_of_another_type_say_so(make: Any, message: str) -> None:
+    with pytest.raises(pipec.SpecError, match=message):
+        make()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -105,8 +107,7 @@ def test_no_stage() -> None:
         ),
         (
             lambda n, x, v: n.stage("s", Add(), "first"),
-            "stage 's' reads no value: pass an input or another stage's result; the string 'first' is no value, "
-            "stage('first', ...) returned it",
+            "stage 's': got the string 'first'; pass the value that stage('first', ...) returned",
         ),
         (
             lambda n, x, v: n.stage("s", Add(), 3),
@@ -114,8 +115,7 @@ def test_no_stage() -> None:
         ),
         (
             lambda n, x, v: n.stage("s", Add(), v, pipec.skip("first")),
-            "stage 's': skip: expected a value of this pipeline, got the string 'first'; pass the value that "
-            "stage('first', ...) returned",
+            "stage 's': skip: got the string 'first'; pass the value that stage('first', ...) returned",
         ),
         (
             lambda n, x, v: n.stage("s", Add(), v, pipec.skip("skips")),
@@ -145,8 +145,7 @@ def test_no_stage() -> None:
         ),
         (
             lambda n, x, v: n.output("first"),
-            "output: expected a value of this pipeline, got the string 'first'; pass the value that "
-            "stage('first', ...) returned",
+            "output: got the string 'first'; pass the value that stage('first', ...) returned",
         ),
         (
             lambda n, x, v: n.output(x),
@@ -157,8 +156,7 @@ def test_no_stage() -> None:
         (lambda n, x, v: n.loss("l", None, x), "loss 'l' reads no stage: pass a stage's result"),
         (
             lambda n, x, v: n.loss("l", None, "first"),
-            "loss 'l' reads no stage: pass a stage's result; the string 'first' is no value, "
-            "stage('first', ...) returned it",
+            "loss 'l': got the string 'first'; pass the value that stage('first', ...) returned",
         ),
         (
             lambda n, x, v: n.loss("l", None, pipec.Pipeline("other").input("y")),
@@ -182,7 +180,7 @@ def test_no_stage() -> None:
         ),
         (
             lambda n, x, v: n.input("unused"),
-            "input 'unused' is never read; pass it to a stage or a loss, or remove it",
+            "input 'unused' is never read; pass it to a stage or a loss, or remove it; the pipeline declares no loss",
         ),
         (
             lambda n, x, v: n.output(v[0], name="first"),
@@ -209,6 +207,93 @@ def test_unpacking_needs_the_number_of_outputs() -> None:
     pair = net.stage("pair", None, x, outputs=2)
     net.output(pair[2])
     assert only(net) == "pair[2]: the stage was declared with outputs=2"
+
+
+def test_a_name_instead_of_a_value_is_one_problem() -> None:
+    """The string takes the place of the value: neither "reads no value" nor "never read" is told beside it."""
+    net = pipec.Pipeline("net")
+    net.input("x")
+    net.output(net.stage("a", Add(), "x"))
+    assert only(net) == "stage 'a': got the string 'x'; pass the value that input('x') returned"
+    net, _, first = started()
+    net.input("y")
+    net.loss("mse", F.mse_loss, first, "y")
+    assert problems(net) == [
+        (
+            "loss 'mse': got the string 'y'; pass the value that input('y') returned",
+            'net.loss("mse", F.mse_loss, first, "y")',
+        )
+    ]
+
+
+def test_a_string_that_only_looks_like_a_name_is_a_constant() -> None:
+    net, _, first = started()
+    net.loss("l", None, net.stage("s", None, first, "x"))
+    assert net.spec.stage("s").args[1] == "x"
+
+
+def test_a_forgotten_name_is_one_problem() -> None:
+    net = pipec.Pipeline("net")
+    x, y = net.input("x"), net.input("y")
+    a = net.stage(torch.nn.Linear(8, 8), x)  # type: ignore[arg-type]
+    net.loss(torch.nn.MSELoss(), a, y)  # type: ignore[arg-type]
+    assert [message for message, _ in problems(net)] == [
+        "stage: the first argument is the stage's name, a string; got Linear "
+        "Linear(in_features=8, out_features=8, bias=True)",
+        "loss: the first argument is the loss's name, a string; got MSELoss MSELoss()",
+    ]
+    net = pipec.Pipeline("net")
+    net.output(net.stage(torch.relu, pipec.skip(net.input("x"))), name="r")  # type: ignore[arg-type]
+    assert only(net).startswith("stage: the first argument is the stage's name, a string; got ")
+
+
+def test_a_loss_class_without_parentheses() -> None:
+    net, _, first = started()
+    net.loss("l", torch.nn.MSELoss, first, net.input("y"))
+    assert only(net) == "loss 'l': got the class MSELoss; pass an instance, MSELoss(...)"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "stage"),
+    [
+        (lambda a, x: a + x, 'net.stage("add", torch.add, first, x)'),
+        (lambda a, x: 2 - a, 'net.stage("sub", torch.sub, 2, first)'),
+        (lambda a, x: torch.ones(2) @ a, 'net.stage("matmul", torch.matmul, <Tensor>, first)'),
+        (lambda a, x: a[0] / 2, 'net.stage("div", torch.div, first[0], 2)'),
+        (lambda a, x: -a, 'net.stage("neg", torch.neg, first)'),
+        (lambda a, x: a > x, 'net.stage("gt", torch.gt, first, x)'),
+        (lambda a, x: a.mean(), 'net.stage("mean", torch.mean, first)'),
+        (lambda a, x: a.shape, 'net.stage("shape", lambda value: value.shape, first)'),
+        (lambda a, x: a.view(2, 3), 'net.stage("view", lambda value: value.view(...), first)'),
+    ],
+)
+def test_a_value_is_no_tensor(mistake: Any, stage: str) -> None:
+    _, x, first = started()
+    with pytest.raises(pipec.SpecError) as error:
+        mistake(first, x)
+    assert str(error.value) == f"a value of the pipeline is no tensor; do it in a stage: {stage}"
+
+
+def test_values_answer_protocols() -> None:
+    """What copies, prints or asks for attributes goes on working."""
+    net, x, first = started()
+    with pytest.raises(pipec.SpecError, match="a value of the pipeline has no attribute 'wieght'"):
+        first.wieght  # noqa: B018 - asking for it raises
+    assert not hasattr(first, "mean")
+    assert not hasattr(first, "_private")
+    assert getattr(first, "shape", None) is None
+    assert copy.copy(first).ref == first.ref
+    twin, value = copy.deepcopy((net, first))
+    assert value.pipeline is twin
+    assert pickle.loads(pickle.dumps(first)).ref == first.ref
+    assert (first == x, first != x, len({first, x})) == (False, True, 2)
+
+
+def test_a_pipeline_prints_short() -> None:
+    net, _, first = started()
+    assert repr(net) == "<Pipeline 'net': inputs x; 1 stage>"
+    net.stage("second", None, first, net.input("y"))
+    assert repr(net) == "<Pipeline 'net': inputs x, y; 2 stages>"
 
 
 def test_two_losses_of_one_name() -> None:
@@ -269,3 +354,26 @@ def test_chain() -> None:
     assert net.spec.losses[0].home == 2
     with pytest.raises(pipec.SpecError, match="no stage"):
         pipec.chain(0).spec  # noqa: B018
+
+
+@pytest.mark.parametrize("key", [slice(0, 2), (slice(None), 0), [0, 1], {}])
+def test_a_key_that_names_no_single_part(key: Any) -> None:
+    net = pipec.Pipeline("net")
+    net.output(net.stage("last", None, net.stage("first", None, net.input("x"))[key]))
+    with pytest.raises(pipec.SpecError, match=r"first.*cut it inside a stage") as error:
+        _ = net.spec
+    assert "test_dsl.py" in str(error.value)
+
+
+@pytest.mark.parametrize("dim", ["a", 1.5, True])
+def test_an_outputs_dimension_is_a_number(dim: Any) -> None:
+    net = pipec.Pipeline("net")
+    net.output(net.stage("first", None, net.input("x")), dim=dim)
+    with pytest.raises(pipec.SpecError, match="dim must be a dimension or None"):
+        _ = net.spec
+
+
+@pytest.mark.parametrize("chunks", ["a", 1.5, True])
+def test_chunks_are_a_whole_number(chunks: Any) -> None:
+    with pytest.raises(pipec.ScheduleError, match="chunks must be a whole number"):
+        pipec.compile(pipec.chain(4), 2, chunks=chunks)

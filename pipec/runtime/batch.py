@@ -127,5 +127,11 @@ def _join_leaf(column: Sequence[Any], dim: int) -> Any:
             return torch.stack(list(column))
         return torch.cat(list(column), dim) if len(column) > 1 else column[0]
     first = column[0]
-    same = all(type(leaf) is type(first) and not isinstance(leaf, Tensor) and leaf == first for leaf in column)
+    same = all(type(leaf) is type(first) and not isinstance(leaf, Tensor) and _equal(leaf, first) for leaf in column)
     return first if same else list(column)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """``==`` where that is a truth; arrays of other libraries compare to arrays."""
+    found = one is other or one == other
+    return found if isinstance(found, bool) else False
