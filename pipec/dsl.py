@@ -7,14 +7,14 @@ script is mended once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attrs import field, frozen
 
 from pipec.errors import Location, Problem, caller, raise_all
-from pipec.operators import NoTensor
 from pipec.losses import settle, takes_reduction
+from pipec.operators import NoTensor
 from pipec.spec import InputSpec, LossSpec, OutputSpec, Ref, Spec, StageSpec, read_by
 from pipec.tree import flatten, show_path, unflatten
 
@@ -363,7 +363,7 @@ class Pipeline:
 
     def _named(self, name: str) -> set[tuple[str, int]]:
         """The stages and inputs of a name."""
-        items = (("stage", self._stages), ("input", self._inputs))
+        items: tuple[tuple[str, Sequence[Any]], ...] = (("stage", self._stages), ("input", self._inputs))
         return {(source, index) for source, known in items for index, item in enumerate(known) if item.name == name}
 
     def _string(self, name: str) -> str:
