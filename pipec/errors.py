@@ -79,11 +79,15 @@ class Problem:
         return f"{self.message}\n      at {where}"
 
 
-def raise_all(what: str, problems: list[Problem], kind: type[PipecError] = SpecError) -> None:
-    """Raise ``kind`` listing every problem, or return when there is none."""
+def raise_all(
+    what: str, problems: list[Problem], kind: type[PipecError] = SpecError, most: int | None = None
+) -> None:
+    """Raise ``kind`` listing every problem, or the first ``most``; return when there is none."""
     if not problems:
         return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"{what}: {count}"]
-    lines += [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
+    lines += [f"  {number}. {problem}" for number, problem in enumerate(problems[:most], 1)]
+    if most is not None and len(problems) > most:
+        lines.append(f"  and {len(problems) - most} more")
     raise kind("\n".join(lines))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipec.costs import Costs
-from pipec.errors import PlanError
+from pipec.errors import PlanError, SpecError
 from pipec.ir import BACKWARDS, Buffer, Buffers, Kind, Lane, Plan, Table
 from pipec.timeline import Timeline
 
@@ -51,8 +51,10 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
 
     Raises:
         PlanError: the plan deadlocks, or a bandwidth is given without bytes.
-        SpecError: the costs name an unknown stage.
+        SpecError: the costs name an unknown stage, or are no Costs.
     """
+    if costs is not None and not isinstance(costs, Costs):
+        raise SpecError(f"simulate: costs must be pipec.Costs(...), got {type(costs).__name__} {costs!r}")
     costs = costs or plan.costs or Costs()
     costs.check(plan.graph)
     duration = durations(plan, costs)

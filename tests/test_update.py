@@ -380,3 +380,27 @@ def test_the_gradients_of_an_encoder_are_there_when_the_hook_runs() -> None:
                 before_update=lambda p: seen.append(encoder.weight.grad is not None)) as run:
         run.step(x=encoder(data()["x"]), y=data()["y"])
     assert seen == [True]
+
+
+def two_lines() -> pipec.Pipeline:
+    net = pipec.Pipeline("net")
+    x, y = net.input("x"), net.input("y")
+    net.loss("mse", nn.functional.mse_loss, net.stage("b", nn.Linear(4, 4), net.stage("a", nn.Linear(4, 4), x)), y)
+    return net
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    net = two_lines()
+    other = list(nn.Linear(2, 2).parameters())
+    with pytest.raises(pipec.RunError, match="the optimizer holds no parameter of the pipeline"):
+        pipec.Runner(net, pipec.compile(net, 2, 2, update="all"), optimizer=torch.optim.SGD(other, lr=1.0))
+    with pytest.raises(pipec.RunError, match="for stage 'a' that holds none of the stage's parameters"):
+        pipec.Runner(net, pipec.compile(net, 2, 2, update="stage"), optimizer=lambda _: torch.optim.SGD(other, lr=1.0))
+
+
+def test_parameters_that_no_optimizer_holds_are_told() -> None:
+    net = two_lines()
+    some = list(net.spec.stages[0].fn.parameters())  # type: ignore[union-attr]
+    plan = pipec.compile(net, 2, 2, update="all")
+    with pytest.warns(UserWarning, match=r"no optimizer holds b\.weight, b\.bias"):
+        pipec.Runner(net, plan, optimizer=torch.optim.SGD(some, lr=1.0)).close()

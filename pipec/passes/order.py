@@ -18,6 +18,7 @@ from pipec.schedules.base import Op, Policy, Problem, policy_name
 from pipec.spec import Graph
 
 KINDS = (Kind.FORWARD, *BACKWARDS)
+READ_TEXT = "text is read by pipec.parse_schedule"
 Ops = npt.NDArray[np.int64]  # (tasks, 3): kind, chunk, microbatch
 
 
@@ -54,7 +55,8 @@ def read_rows(answer: Any, name: str) -> list[list[Any]]:
     given: Iterable[Any] = answer if _listed(answer) else [None]
     for row in given:
         if not _listed(row):
-            raise ScheduleError(f"schedule {name!r} must return one list of tasks per device, got {answer!r}")
+            text = f"; {READ_TEXT}" if isinstance(answer, str) or isinstance(row, str) else ""
+            raise ScheduleError(f"schedule {name!r} must return one list of tasks per device, got {answer!r}{text}")
         rows.append(list(row))
     return rows
 
@@ -90,7 +92,7 @@ def check_order(problem: Problem, rows: list[list[Any]], name: str) -> list[Ops]
     """
     arrays = [_as_array(row) for row in rows]
     if not _complete(problem, arrays):
-        raise_all(f"schedule {name!r}", _faults(problem, rows), ScheduleError)
+        raise_all(f"schedule {name!r}", _faults(problem, rows), ScheduleError, most=12)
         arrays = [np.asarray([_as_op(op) for op in row], np.int64).reshape(-1, 3) for row in rows]
     return [array for array in arrays if array is not None]
 
@@ -147,7 +149,7 @@ def _faults(problem: Problem, rows: list[list[Any]]) -> list[Fault]:
         for chunk in range(len(problem.chunks)):
             for m in range(problem.microbatches):
                 faults += [Fault(text) for text in _missing(counted, chunk, m)]
-    return faults if len(faults) <= 12 else [*faults[:12], Fault(f"and {len(faults) - 12} more")]
+    return faults
 
 
 def _wrong(problem: Problem, device: int, op: Any) -> str | None:
@@ -156,7 +158,8 @@ def _wrong(problem: Problem, device: int, op: Any) -> str | None:
     try:
         kind, chunk, microbatch = _as_op(op)
     except (TypeError, ValueError):
-        return f"{op!r} is no task; write F(chunk, microbatch) or B, I, W"
+        text = f"; {READ_TEXT}" if isinstance(op, str) else ""
+        return f"{op!r} is no task; write F(chunk, microbatch) or B, I, W{text}"
     if kind not in KINDS:
         return f"{op!r} has no kind that a schedule orders"
     name = _name((kind, chunk, microbatch))

@@ -23,12 +23,13 @@ def recompute(draft: Draft, mode: str | Mapping[str, str] = "never") -> Draft:
 
     Args:
         mode: "never", "always", "except_last" (every microbatch but the one whose forward a stage runs last; on
-            the last stage its backward follows at once), or a mapping from stage names to these, "never" for stages
+            the last stage its backward follows at once; "except-last" is the same), or a mapping from stage names to these, "never" for stages
             not named.
 
     Raises:
         ScheduleError: an unknown mode or stage.
     """
+    mode = _underscored(mode)
     modes = stage_modes(draft, mode)
     index = index_of(draft)
     microbatch = draft.table.microbatch
@@ -46,6 +47,13 @@ def recompute(draft: Draft, mode: str | Mapping[str, str] = "never") -> Draft:
         keys.append(rows * 2)
     joined = concat_tables(tables).take(np.argsort(np.concatenate(keys), kind="stable"))
     return evolve(draft, table=joined, recompute=_text(mode))
+
+
+def _underscored(mode: Any) -> Any:
+    """``except-last``, as the command line writes it, is the same mode."""
+    if isinstance(mode, Mapping):
+        return {name: _underscored(own) for name, own in mode.items()}
+    return "except_last" if mode == "except-last" else mode
 
 
 def stage_modes(draft: Draft, mode: Any) -> list[str]:

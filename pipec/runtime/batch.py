@@ -21,6 +21,10 @@ def bind_inputs(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any], opti
         RunError: listing inputs that are unknown, missing or given twice.
     """
     names = [item.name for item in spec.inputs]
+    if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and args[0] and set(args[0]) <= set(names):
+        raise RunError(
+            f"pipeline {spec.name!r}: got one dict with the inputs {', '.join(args[0])}; pass it as step(**batch)"
+        )
     problems = [Problem(f"it has no input {name!r}; its inputs are {', '.join(names)}") for name in kwargs
                 if name not in names]
     if len(args) > len(names):

@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from pipec.compiler import compile as compile_plan
+from pipec.errors import RunError
 from pipec.ir import Kind, Plan
 from pipec.runtime.reference import Reference
 from pipec.runtime.runner import Runner
@@ -68,6 +69,9 @@ def check(
 
     A plan with UPDATE tasks is checked without them: compile it with ``update=None``.
     """
+    if not isinstance(batch, Mapping):
+        names = ", ".join(f"{item.name!r}: ..." for item in pipeline.spec.inputs)
+        raise RunError(f"check: the batch is a mapping by input name, {{{names}}}; got {type(batch).__name__}")
     if plan is None:
         devices = 1 + max((stage.device for stage in pipeline.spec.stages if stage.device is not None), default=0)
         plan = compile_plan(pipeline, **({"devices": devices} | options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ class Updater:
                             f"stage {stage.name!r}"
                         )
                     self.per_stage[stage.index] = made
+        if plan.update is not None:
+            check_parameters(self.per_stage, [s for s in stages if plan.graph.stages[s.index].backward])
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -130,6 +133,36 @@ def check_early(stages: Sequence[Stage], scaler: Any, hook: Hook | None) -> None
                 )
 
 
+def check_parameters(optimizers: dict[int, Optimizer], stages: Sequence[Stage]) -> None:
+    """Warn of parameters that nothing would train.
+
+    Raises:
+        RunError: an optimizer holds none of the parameters that it is there for.
+    """
+    held = {s: {id(p) for group in o.param_groups for p in group["params"]} for s, o in optimizers.items()}
+    names: dict[int, str] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad:
+                names.setdefault(id(parameter), f"{stage.name}.{name}")
+    for number, own in held.items():
+        if number < 0 and names and not own & names.keys():
+            raise RunError("the optimizer holds no parameter of the pipeline, so nothing would be trained")
+        stage_parameters = {id(p) for s in stages if s.index == number for p in s.trainable()}
+        if number >= 0 and not own & stage_parameters:
+            name = next(s.name for s in stages if s.index == number)
+            raise RunError(
+                f"optimizer(params) made an optimizer for stage {name!r} that holds none of the stage's parameters; "
+                "make it from params, such as lambda params: torch.optim.SGD(params, lr=0.1)"
+            )
+    left = [name for key, name in names.items() if not any(key in own for own in held.values())]
+    if left:
+        warnings.warn(
+            f"no optimizer holds {', '.join(left[:8])}{' and more' if len(left) > 8 else ''}: they require a gradient "
+            "and will not be trained; give them to an optimizer or switch off requires_grad", stacklevel=4,
+        )
+
+
 def check_fit(update: str | None, optimizer: Any, hook: Hook | None) -> None:
     """Raise RunError when the optimizer is not what the plan's ``update`` needs."""
     if update is None:
@@ -142,8 +175,8 @@ def check_fit(update: str | None, optimizer: Any, hook: Hook | None) -> None:
             raise RunError("before_update needs a plan with UPDATE tasks; compile with update='stage' or 'all'")
     elif update == "all" and not isinstance(optimizer, Optimizer):
         raise RunError(
-            "the plan was compiled with update='all', so optimizer= must be one torch.optim.Optimizer, got "
-            f"{_told(optimizer)}"
+            "the plan was compiled with update='all', so optimizer= must be one torch.optim.Optimizer, such as "
+            f"torch.optim.SGD(model.parameters(), lr=0.1); got {_told(optimizer)}"
         )
     elif update == "stage" and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
         raise RunError(

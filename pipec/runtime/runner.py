@@ -72,6 +72,11 @@ class Runner:
         model: names.Model | None = None,
         watchdog: float | None = 300.0,
     ) -> None:
+        if isinstance(pipeline, Plan) or not isinstance(plan, Plan):
+            swapped = "; swap them" if isinstance(pipeline, Plan) and hasattr(plan, "spec") else ""
+            raise RunError(
+                f"Runner(pipeline, plan): got {type(pipeline).__name__} and {type(plan).__name__}{swapped}"
+            )
         self.spec, self.plan = pipeline.spec, plan
         self._check(devices, backend)
         self.stages: list[Stage] = bind(self.spec)

@@ -54,15 +54,17 @@ def find_schedule(schedule: Any) -> Policy:
     if isinstance(schedule, str):
         if schedule not in REGISTRY:
             raise ScheduleError(
-                f"unknown schedule {schedule!r}; known are {', '.join(REGISTRY)}, or pass an object with "
-                "a method order(problem)"
+                f"unknown schedule {schedule!r}; known are {', '.join(REGISTRY)}, or pass a function of a "
+                "problem, an object with a method order(problem), or pipec.parse_schedule(text)"
             )
         return REGISTRY[schedule]()
     if isinstance(schedule, type):
         return find_schedule(schedule())
     if callable(getattr(schedule, "order", None)) or callable(schedule):
         return schedule  # type: ignore[no-any-return]
-    raise ScheduleError(f"a schedule is a name or an object with a method order(problem), got {schedule!r}")
+    raise ScheduleError(
+        f"a schedule is a name, a function of a problem, or an object with a method order(problem), got {schedule!r}"
+    )
 
 
 __all__ = [

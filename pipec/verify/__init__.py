@@ -76,7 +76,7 @@ def verify(plan: Plan, memory_limit: float | Activations | None = None) -> Repor
         ScheduleError: the limit is in bytes and bytes are unknown, or it is no limit.
     """
     what = f"plan {plan.graph.name!r}"
-    raise_all(what, [Problem(f"form: {text}") for text in form(plan)][:MOST], PlanError)
+    raise_all(what, [Problem(f"form: {text}") for text in form(plan)], PlanError, most=MOST)
     facts = Facts(plan, memory_limit)
     problems, findings = [], [Finding("form")]
     for name, check in INVARIANTS.items():
@@ -86,9 +86,7 @@ def verify(plan: Plan, memory_limit: float | Activations | None = None) -> Repor
         else:
             findings.append(Finding(name))
             problems += [Problem(f"{name}: {text}") for text in found]
-    if len(problems) > MOST:
-        problems = [*problems[:MOST], Problem(f"and {len(problems) - MOST} more")]
-    raise_all(what, problems, PlanError)
+    raise_all(what, problems, PlanError, most=MOST)
     return Report(plan.graph.name, tuple(findings))
 
 
