@@ -7,6 +7,7 @@ import logging
 import threading
 from typing import Any
 
+import models
 import pytest
 import torch
 from torch import nn
@@ -185,3 +186,21 @@ def test_two_intra_op_threads_are_bit_equal_to_the_reference_with_two() -> None:
     finally:
         torch.set_num_threads(before)
     assert report, str(report)
+
+
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+def test_inference_mode_holds_in_every_stage(backend: str) -> None:
+    seen: list[tuple[bool, bool]] = []
+    net = models.chain(3)
+    for stage in net.spec.stages:
+        stage.fn.register_forward_hook(
+            lambda _m, _a, out: seen.append((torch.is_inference_mode_enabled(), out.is_inference()))
+        )
+    with models.runner(net, 3, 4, backend=backend) as run:
+        with torch.inference_mode():
+            inside = run.evaluate(**models.data())
+        assert seen == [(True, True)] * 12
+        seen.clear()
+        outside = run.evaluate(**models.data())
+        assert seen == [(False, False)] * 12
+    assert torch.equal(inside.loss, outside.loss)
