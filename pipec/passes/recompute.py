@@ -23,8 +23,8 @@ def recompute(draft: Draft, mode: str | Mapping[str, str] = "never") -> Draft:
 
     Args:
         mode: "never", "always", "except_last" (every microbatch but the one whose forward a stage runs last; on
-            the last stage its backward follows at once; "except-last" is the same), or a mapping from stage names to these, "never" for stages
-            not named.
+            the last stage its backward follows at once; "except-last" is the same), or a mapping from stage names to
+            these, "never" for stages not named.
 
     Raises:
         ScheduleError: an unknown mode or stage.
