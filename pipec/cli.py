@@ -1,8 +1,8 @@
 """The command line: look at plans, times and pictures without writing a script.
 
 Every subcommand is one :class:`Command`; a new one is a function, its arguments, and a row in ``COMMANDS``.
-Exit status: 0 all went well, 1 pipec found something wrong, 2 the command was used wrongly. Every error is
-one line on stderr.
+Exit status: 0 all went well, 1 pipec found something wrong, 2 the command was used wrongly. Errors go to stderr, in
+one line unless several problems are listed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipec.cli_input import (
     draw_options,
     load_targets,
 )
-from pipec.cli_report import compare_rows, comparison, figures, heading, one_line, show_json, table
+from pipec.cli_report import compare_rows, comparison, figures, heading, one_line, show_json, table, told
 from pipec.compiler import compile as compile_plan
 from pipec.dsl import chain
 from pipec.errors import PipecError, PlanError
@@ -227,7 +227,7 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
     add_compile_options(parser)
     _output(
         parser,
-        "the picture: .svg, .png or .dot (default: the pipeline's name and .svg)",
+        "the picture: .svg, .png or .dot, without a suffix .svg (default: the pipeline's name and .svg)",
     )
     parser.add_argument(
         "--graph",
@@ -243,11 +243,12 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
         "targets",
         nargs="*",
         metavar="TARGET",
-        help="file.py:object with a pipeline, or several saved plans; none: see --stages",
+        help="file.py:object with a pipeline (file.py alone when it holds one), or several saved plans; "
+        "none: see --stages",
     )
     add_compile_options(parser, several=True)
     _json(parser)
-    _output(parser, "one picture of all schedules on one time axis")
+    _output(parser, "one picture of all schedules on one time axis; without a suffix .svg")
     add_window_options(parser)
 
 
@@ -338,7 +339,7 @@ def make_parser() -> Parser:
         sub = made.add_parser(
             command.name,
             help=command.help,
-            description=command.help.capitalize() + ".",
+            description=command.help[0].upper() + command.help[1:] + ".",
             epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -365,8 +366,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PIPEC_DEBUG"):
             raise
         own = isinstance(error, (PipecError, OSError))
-        print(
-            f"{prog}: error: " + one_line(error if own else f"{type(error).__name__}: {error}"),
-            file=sys.stderr,
-        )
+        print(f"{prog}: error: " + (told(error) if own else one_line(f"{type(error).__name__}: {error}")),
+              file=sys.stderr)
         return 1

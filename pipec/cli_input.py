@@ -19,7 +19,7 @@ from pipec.costs import Activations, Costs, StageCosts, activations
 from pipec.dsl import Pipeline, chain
 from pipec.errors import PipecError
 from pipec.ir import Plan
-from pipec.schedules import find_schedule
+from pipec.schedules import Policy, find_schedule
 from pipec.spec import Spec
 
 Arguments = argparse.Namespace
@@ -108,12 +108,26 @@ def load_target(target: str) -> Given:
             many = f"several: {', '.join(found)}" if found else "none"
             raise PipecError(f"{path} holds {many}; name the pipeline or plan as {path}:object")
         name = found[0]
+    return _given(_part(module, name, path), f"{path}:{name}")
+
+
+def _part(module: Any, name: str, path: Path) -> Any:
+    """What a script calls ``name``, which may be dotted."""
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
             raise PipecError(f"{path} has no {name!r}{_hint(module)}")
         value = getattr(value, part)
-    return _given(value, f"{path}:{name}")
+    return value
+
+
+def load_schedule(text: str) -> Policy:
+    """A schedule by name, or a function or object of a script: ``file.py:mine``."""
+    match = re.fullmatch(r"(.+\.py):([\w.]+)", text)
+    if match is None:
+        return find_schedule(text)
+    path = _file(match[1])
+    return find_schedule(_part(_run(path), match[2], path))
 
 
 def _file(name: str) -> Path:
@@ -196,7 +210,7 @@ def compile_with(given: Given, arguments: Arguments, schedule: str) -> Plan:
         given.spec,
         devices,
         arguments.microbatches if arguments.microbatches is not None else 2 * devices,
-        find_schedule(schedule),
+        load_schedule(schedule),
         placement=arguments.placement,
         chunks=arguments.chunks,
         recompute=(arguments.recompute or "never").replace("-", "_"),
@@ -296,8 +310,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "target",
         nargs="?",
         metavar="TARGET",
-        help="file.py:object (a Pipeline, Spec or Plan, or a function that returns one), or a saved "
-        "plan.json; none: see --stages",
+        help="file.py:object (a Pipeline, Spec or Plan, or a function that returns one), file.py alone when it holds "
+        "one pipeline or plan, or a saved plan.json; none: see --stages",
     )
 
 
@@ -312,13 +326,18 @@ def add_compile_options(parser: argparse.ArgumentParser, several: bool = False) 
     group.add_argument(
         "--schedule",
         metavar="NAME",
-        help="names, separated by commas (default: all)"
+        help="names or file.py:function, separated by commas (default: all)"
         if several
-        else "a name that `pipec schedules` lists (default: 1f1b)",
+        else "a name that `pipec schedules` lists, or file.py:function (default: 1f1b)",
     )
     group.add_argument("--placement", choices=("linear", "looped", "v"), help="default: the schedule's own")
     group.add_argument("--chunks", type=count, metavar="V", help="chunks per device, for a looped placement")
-    group.add_argument("--recompute", choices=("never", "always", "except-last"), help="default: never")
+    group.add_argument(
+        "--recompute",
+        type=lambda text: text.replace("_", "-"),
+        choices=("never", "always", "except-last"),
+        help="default: never",
+    )
     group.add_argument("--update", choices=("none", "stage", "all"), help="UPDATE tasks (default: none)")
     group.add_argument("--forward-only", action="store_true", help="no backward, for evaluation")
     group.add_argument(

@@ -16,11 +16,34 @@ from pipec.schedules import REGISTRY
 from pipec.timeline import Timeline, show_bytes
 
 Arguments = argparse.Namespace
+OPTIONS = {
+    "activation_bytes": "--activation-bytes SIZE",
+    "output_bytes": "--output-bytes SIZE",
+    "pipec.activations(": "--memory-limit 4activations",
+    "chunks=": "--chunks V",
+    "memory='shares'": "--memory shares",
+}
 
 
 def one_line(message: object) -> str:
     """A message of several lines in one."""
     return "; ".join(part.strip() for part in re.split(r"[\r\n]+", str(message)) if part.strip())
+
+
+def told(error: object) -> str:
+    """An error as people read it: a single problem in one line, several one below the other.
+
+    Where a message speaks of arguments of Python functions, the options that set them are named below it.
+    """
+    text = str(error).strip()
+    single = re.fullmatch(r"(.*): 1 problem\n  1\. ([^\n]*)(?:\n +(at [^\n]*))?", text)
+    if single is not None:
+        text = f"{single[1]}: {single[2]}" + (f" ({single[3]})" if single[3] else "")
+    options = [option for argument, option in OPTIONS.items() if argument in text]
+    if not options:
+        return text
+    hint = f"on the command line: {', '.join(options)}"
+    return f"{text}\n  {hint}" if "\n" in text else f"{text} ({hint})"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -113,7 +136,8 @@ def brief(error: PipecError) -> str:
     found: list[str] = re.findall(r"^\s+\d+\. (.*)$", str(error), flags=re.MULTILINE)
     if not found:
         return one_line(error)
-    return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+    count = re.search(r": (\d+) problems\n", str(error))
+    return found[0] + (f" (and {int(count[1]) - 1} more)" if count else "")
 
 
 def comparison(rows: Sequence[Row]) -> str:

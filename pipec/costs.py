@@ -35,6 +35,9 @@ class StageCosts:
     weight_activation_bytes: int | None = None
 
 
+DURATIONS = ("forward", "backward_input", "backward_weight", "recompute", "update", "latency")
+
+
 def _stage_costs(value: Mapping[str, Any]) -> dict[str, StageCosts]:
     if not isinstance(value, Mapping):
         raise SpecError(f"costs: stages must be a mapping from stage names, got {value!r}")
@@ -141,6 +144,27 @@ class Costs:
         if kind is Kind.UPDATE:
             return pick("update")
         return 0.0
+
+    def __str__(self) -> str:
+        """The defaults in a line and a row per stage that overrides them."""
+        unit = f" {self.unit}" if self.unit else ""
+        said = {f.name: getattr(self, f.name) for f in fields(type(self))}
+        defaults = [f"{name} {value:.4g}{unit}" for name in DURATIONS if (value := said[name]) is not None]
+        lines = ["costs: " + ", ".join(defaults)]
+        if self.bandwidth is not None:
+            lines.append(f"bandwidth {self.bandwidth:.4g} bytes per{unit or ' unit of time'}")
+        names = [f.name for f in fields(StageCosts)
+                 if any(getattr(own, f.name) is not None for own in self.stages.values())]
+        if names:
+            rows = [["stage", *names]]
+            for stage, own in self.stages.items():
+                cells = [getattr(own, name) for name in names]
+                rows.append([stage, *("-" if c is None else f"{c:.4g}" if isinstance(c, float) else f"{c:,}"
+                                      for c in cells)])
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in
+                                zip(row[1:], widths[1:], strict=True))]) for row in rows]
+        return "\n".join(lines)
 
     def check(self, graph: Graph) -> None:
         """Raise SpecError when costs name a stage or value that ``graph`` has not."""

@@ -6,7 +6,7 @@ it can be saved, verified, simulated and drawn without any module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -102,6 +102,17 @@ class Spec:
         ports = find_ports(self)
         object.__setattr__(self, "ports", ports)
         object.__setattr__(self, "graph", build_graph(self, ports))
+
+    def __repr__(self) -> str:
+        def names(items: Iterable[Any], most: int = 6) -> str:
+            all_names = [str(item.name) for item in items]
+            return ", ".join(all_names[:most] + (["..."] if len(all_names) > most else [])) or "none"
+
+        count = "1 stage" if len(self.stages) == 1 else f"{len(self.stages)} stages"
+        return (
+            f"<Spec {self.name!r}: inputs {names(self.inputs)}; {count}: {names(self.stages)}; "
+            f"losses {names(self.losses)}; outputs {names(self.outputs)}>"
+        )
 
     @property
     def spec(self) -> Spec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -62,6 +63,11 @@ def test_the_first_difference_is_named_with_stage_microbatch_and_task() -> None:
     assert lines[1].startswith("  stage 'second', microbatch 1, FORWARD (1F1): shape (2, 4) differs by up to 1")
     assert not any("microbatch 0" in line or "'first', microbatch 1, FORWARD" in line for line in lines)
     assert any("output 'second'" in d.where for d in report.differences)
+
+
+def test_a_batch_without_names() -> None:
+    with pytest.raises(pipec.RunError, match=r"a mapping by input name, \{'x': ..., 'y': ...\}; got tuple"):
+        pipec.check(net(nn.Linear(4, 4)), tuple(batch().values()), devices=2)  # type: ignore[arg-type]
 
 
 def test_a_given_plan_is_checked() -> None:

@@ -1,4 +1,4 @@
-"""The command line: tables, JSON, pictures, exit codes, and errors in one line."""
+"""The command line: tables, JSON, pictures, exit codes, and errors as people read them."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, out, err
 
 
-def fails(capsys: pytest.CaptureFixture[str], code: int, message: str, *arguments: str) -> None:
+def fails(capsys: pytest.CaptureFixture[str], code: int, message: str, *arguments: str, lines: int = 1) -> None:
     got, out, err = run(capsys, *arguments)
     assert (got, out) == (code, "")
     assert message in err
-    assert err.count("\n") == 1
+    assert err.count("\n") == lines
     assert err.startswith("pipec")
     assert "Traceback" not in err
 
@@ -154,7 +154,16 @@ def test_a_plan_of_a_script_or_a_file(capsys: pytest.CaptureFixture[str], script
         "--schedule",
         "gpipe",
     )
-    fails(capsys, 1, "memory: device 0 holds", "simulate", "saved.json", "--memory-limit", "1a")
+    fails(
+        capsys,
+        1,
+        "error: plan 'unet': 2 problems\n  1. memory: device 0 holds",
+        "simulate",
+        "saved.json",
+        "--memory-limit",
+        "1a",
+        lines=3,
+    )
 
 
 def test_the_script_may_hold_one_pipeline_without_naming_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -308,11 +317,33 @@ def test_schedules_lists_all_with_figures(capsys: pytest.CaptureFixture[str]) ->
         ),
         (1, "unknown schedule 'fast'; known are", ("compare", "net.py:unet", "--devices", "2", "--schedule", "fast")),
         (1, "forward must not be negative", ("simulate", "net.py:unet", "--devices", "2", "--forward", "-1")),
-        (1, "fails.py:2: ValueError: two; lines", ("plan", "fails.py:x")),
+        (1, "fails.py:2: ValueError: two lines", ("plan", "fails.py:x")),
         (1, "exits.py:1: SystemExit: 0", ("plan", "exits.py:x")),
         (1, "syntax.py:1: SyntaxError", ("plan", "syntax.py:x")),
-        (1, "wrong.py:3: a.stage('s', None)", ("plan", "wrong.py:a", "--devices", "1")),
+        (
+            1,
+            "error: pipeline 'a': stage 's' reads no value: pass an input or another stage's result (at ",
+            ("plan", "wrong.py:a", "--devices", "1"),
+        ),
+        (1, "wrong.py:3: a.output(a.stage('s', None)))\n", ("plan", "wrong.py:a", "--devices", "1")),
         (1, "the suffix decides the format", ("draw", "--stages", "2", "--devices", "2", "-o", "x.jpg")),
+        (
+            1,
+            "(on the command line: --output-bytes SIZE)",
+            ("simulate", "--stages", "2", "--devices", "2", "--bandwidth", "3"),
+        ),
+        (
+            1,
+            "(on the command line: --activation-bytes SIZE, --output-bytes SIZE, --memory-limit 4activations)",
+            ("plan", "--stages", "2", "--devices", "2", "--memory-limit", "3MiB"),
+        ),
+        (
+            1,
+            "(on the command line: --activation-bytes SIZE, --output-bytes SIZE, --memory shares)",
+            ("draw", "--stages", "2", "--devices", "2", "--memory", "bytes"),
+        ),
+        (1, "net.py has no 'fast'", ("plan", "--stages", "2", "--devices", "2", "--schedule", "net.py:fast")),
+        (1, "there is no file no.py", ("plan", "--stages", "2", "--devices", "2", "--schedule", "no.py:fast")),
         (1, "No such file or directory", ("plan", "--stages", "2", "--devices", "2", "-o", "no/x.txt")),
         (
             1,
@@ -326,11 +357,45 @@ def test_errors_are_one_line_with_an_exit_code(
 ) -> None:
     script.write_text(SCRIPT.replace('print("loading")', ""), encoding="utf-8")
     Path("bad.json").write_text("{", encoding="utf-8")
-    Path("fails.py").write_text("import pipec\nraise ValueError('two\\nlines')\n")
+    Path("fails.py").write_text("import pipec\nraise ValueError('two lines')\n")
     Path("exits.py").write_text("raise SystemExit(0)\n")
     Path("syntax.py").write_text("def (:\n")
-    Path("wrong.py").write_text("import pipec\na = pipec.Pipeline('a')\na.stage('s', None)\n")
+    Path("wrong.py").write_text("import pipec\na = pipec.Pipeline('a')\na.output(a.stage('s', None))\n")
     fails(capsys, code, message, *arguments)
+
+
+def test_the_hint_of_a_missing_program_keeps_its_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pipec.render.program.find_program", lambda: None)
+    code, out, err = run(capsys, "draw", *CHAIN, "-o", str(tmp_path / "a.svg"))
+    assert (code, out) == (1, "")
+    assert err.startswith(f"pipec draw: error: {tmp_path / 'a.svg'} was not drawn: drawing needs a Graphviz program")
+    assert "install one:\n  any platform:   pip install graphviz-pure\n" in err
+
+
+def test_a_schedule_of_a_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("from pipec.schedules import GPipe\n\ndef mine(problem):\n    return GPipe().order(problem)\n")
+    code, out, err = run(capsys, "simulate", *CHAIN, "--schedule", f"{path}:mine", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["schedule"] == "mine"
+    code, out, _ = run(capsys, "compare", *CHAIN, "--schedule", f"{path}:mine,gpipe", "--json")
+    rows = json.loads(out)
+    assert [row["name"] for row in rows] == [f"{path}:mine", "gpipe"]
+    assert rows[0]["makespan"] == rows[1]["makespan"]
+
+
+def test_modes_with_either_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {run(capsys, "plan", *CHAIN, "--recompute", mode)[1] for mode in ("except-last", "except_last")}
+    assert texts == {str(pipec.compile(pipec.chain(4), 2, 3, recompute="except_last"))}
+
+
+def test_help_says_what_may_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {name: " ".join(run(capsys, name, "--help")[1].split()) for name in ("trace", "draw", "plan")}
+    assert "Write the simulated timeline as a Chrome/Perfetto trace." in told["trace"]
+    assert "without a suffix .svg" in told["draw"]
+    assert "file.py alone when it holds one pipeline" in told["plan"]
 
 
 def test_every_command_has_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:

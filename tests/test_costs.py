@@ -10,6 +10,21 @@ import pipec
 from pipec.ir import Kind
 
 
+def test_costs_print_as_a_table() -> None:
+    costs = pipec.Costs(forward=1.5, bandwidth=1e6, unit="ms", stages={
+        "enc": {"forward": 2, "output_bytes": 4096}, "decoder": {"output_bytes": 12},
+    })
+    assert str(costs).splitlines() == [
+        "costs: forward 1.5 ms, backward_input 1 ms, backward_weight 1 ms, update 0 ms, latency 0 ms",
+        "bandwidth 1e+06 bytes per ms",
+        "stage    forward  output_bytes",
+        "enc            2         4,096",
+        "decoder        -            12",
+    ]
+    assert repr(costs).startswith("Costs(forward=1.5, ")
+    assert str(pipec.Costs()).count("\n") == 0
+
+
 def test_durations() -> None:
     costs = pipec.Costs(2, 3, 4, update=7, stages={"a": {"forward": 5, "backward_weight": 0}})
     table = {kind: (costs.duration(kind, "a"), costs.duration(kind, "b")) for kind in Kind}

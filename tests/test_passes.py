@@ -246,7 +246,8 @@ def test_recompute_modes_say_how_often() -> None:
         assert counts(
             pipec.compile(pipec.chain(2), 2, 1, schedule, recompute="except_last"), Kind.RECOMPUTE
         ) == [0, 0]
-    plan = pipec.compile(pipec.chain(3), 3, 4, recompute={"s1": "always", "s2": "except_last"})
+    plan = pipec.compile(pipec.chain(3), 3, 4, recompute={"s1": "always", "s2": "except-last"})
+    assert plan == pipec.compile(pipec.chain(3), 3, 4, recompute={"s1": "always", "s2": "except_last"})
     assert counts(plan, Kind.RECOMPUTE) == [0, 4, 3]
 
 

@@ -76,6 +76,8 @@ def test_rows_that_disagree_and_inputs_that_cannot_be_split() -> None:
         with pytest.raises(pipec.RunError, match="3 positional inputs were given"):
             run.step(1, 2, 3)
         run.step(*data().values())
+        with pytest.raises(pipec.RunError, match=r"got one dict with the inputs x, y; pass it as step\(\*\*batch\)"):
+            run.step(data())
 
 
 def test_another_dimension_is_split_and_joined() -> None:
@@ -112,6 +114,15 @@ def test_devices_and_backends_that_do_not_fit(how: Any, told: str) -> None:
     net = chain(2)
     with pytest.raises(pipec.RunError, match=told):
         pipec.Runner(net, pipec.compile(net, 2, 2), **how)
+
+
+def test_arguments_in_the_wrong_order() -> None:
+    net = chain(2)
+    plan = pipec.compile(net, 2)
+    with pytest.raises(pipec.RunError, match=r"Runner\(pipeline, plan\): got Plan and Pipeline; swap them"):
+        pipec.Runner(plan, net)  # type: ignore[arg-type]
+    with pytest.raises(pipec.RunError, match=r"Runner\(pipeline, plan\): got Pipeline and Timeline$"):
+        pipec.Runner(net, plan.simulate())  # type: ignore[arg-type]
 
 
 def test_placeholders_cannot_run() -> None:
@@ -304,6 +315,12 @@ def test_results_kept_by_the_caller_do_not_change() -> None:
         run.step(**data(8, 9))
     assert same([(r.loss, r.output) for r in results], copies)
     results[0].output.add_(1)  # the caller may do as it likes with them
+
+
+def test_a_result_prints_short() -> None:
+    result = pipec.Result({"mse": torch.tensor(0.5)}, {"a": torch.ones(3, 2), "b": [torch.ones(1), None]}, 2)
+    assert repr(result) == "Result(losses: mse 0.5; outputs: a (3, 2), b [(1,), None]; 2 microbatches)"
+    assert repr(pipec.Result({}, {}, 1, True)) == "Result(losses: none; outputs: none; 1 microbatch; skipped)"
 
 
 def test_a_result_of_several_outputs_has_no_single_one() -> None:

@@ -333,6 +333,11 @@ def test_a_timeline_prints() -> None:
     assert repr(timeline) == "<Timeline of 'chain': makespan 9, bubble 33.3%>"
 
 
+def test_costs_of_another_kind() -> None:
+    with pytest.raises(pipec.SpecError, match=r"simulate: costs must be pipec.Costs\(...\), got int 3"):
+        pipec.compile(pipec.chain(2), 2).simulate(3)  # type: ignore[arg-type]
+
+
 def test_bytes_as_people_write_them() -> None:
     assert [show_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**20, 2**30, 3 * 2**40, 2**52)] == [
         "0 B",

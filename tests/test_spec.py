@@ -163,6 +163,13 @@ def test_edges_that_run_backwards_are_all_named() -> None:
         Spec("net", (), ())
 
 
+def test_a_spec_prints_short() -> None:
+    assert repr(pipec.chain(2).spec) == "<Spec 'chain': inputs x; 2 stages: s0, s1; losses loss; outputs none>"
+    assert repr(pipec.chain(9).spec) == (
+        "<Spec 'chain': inputs x; 9 stages: s0, s1, s2, s3, s4, s5, ...; losses loss; outputs none>"
+    )
+
+
 def test_unknown_stage() -> None:
     with pytest.raises(pipec.SpecError) as error:
         pipec.chain(2).spec.stage("mid")

@@ -44,7 +44,7 @@ def test_a_function_or_object_or_class_is_a_schedule():
 def test_unknown_schedules_are_named():
     with pytest.raises(pipec.ScheduleError, match="unknown schedule 'gpip'; known are gpipe, 1f1b, eager"):
         find_schedule("gpip")
-    with pytest.raises(pipec.ScheduleError, match=r"an object with a method order\(problem\), got 3"):
+    with pytest.raises(pipec.ScheduleError, match=r"a function of a problem, or an object .*, got 3"):
         find_schedule(3)
 
 
@@ -73,7 +73,8 @@ GOOD = [[F(0, 0), F(0, 1), B(0, 0), B(0, 1)], [F(1, 0), B(1, 0), F(1, 1), B(1, 1
                                          "device 1: 1B-1: there is no microbatch -1, only 0..1"]),
         ([*GOOD[1], B(0, 0)], ["device 1: 0B0: chunk 0 is on device 0"]),
         ([*GOOD[1], (5, 1, 0)], ["device 1: (5, 1, 0) has no kind that a schedule orders"]),
-        ([*GOOD[1], "1B0"], ["device 1: '1B0' is no task; write F(chunk, microbatch) or B, I, W"]),
+        ([*GOOD[1], "1B0"], ["device 1: '1B0' is no task; write F(chunk, microbatch) or B, I, W; text is read by "
+                            "pipec.parse_schedule"]),
         ([*GOOD[1], (0, 1)], ["device 1: (0, 1) is no task; write F(chunk, microbatch) or B, I, W"]),
         ([*GOOD[1], (0, 1, .5)], ["device 1: (0, 1, 0.5) is no task; write F(chunk, microbatch) or B, I, W"]),
         ([*GOOD[1], None], ["device 1: None is no task; write F(chunk, microbatch) or B, I, W"]),
@@ -92,12 +93,15 @@ def test_wrong_answers_are_told_task_by_task(row, told):
 def test_wrong_shapes_of_an_answer():
     refused([GOOD[0]], "schedule 'mine': 1 problem\n  1. it ordered 1 devices, but there are 2")
     refused(None, "schedule 'mine' must return one list of tasks per device, got None")
-    refused("0F0", "schedule 'mine' must return one list of tasks per device, got '0F0'")
+    refused("0F0", "schedule 'mine' must return one list of tasks per device, got '0F0'; text is read by "
+                   "pipec.parse_schedule")
+    refused(["0F0 0B0"], "schedule 'mine' must return one list of tasks per device, got ['0F0 0B0']; text is read by "
+                         "pipec.parse_schedule")
     refused([3, 4], "schedule 'mine' must return one list of tasks per device, got [3, 4]")
 
 
 def test_long_lists_of_problems_are_cut():
-    with pytest.raises(pipec.ScheduleError, match=r"13 problems(.|\n)*13. and 28 more$"):
+    with pytest.raises(pipec.ScheduleError, match=r"40 problems\n(.|\n)*\n  12\. .*\n  and 28 more$"):
         pipec.compile(pipec.chain(2), 2, 10, lambda problem: [[], []])
 
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import frozen
 from torch import Tensor
 
 from pipec.errors import RunError
+
+
+def _number(value: Any) -> str:
+    return f"{value.item():.6g}" if isinstance(value, Tensor) and value.numel() == 1 else str(value)
+
+
+def _shape(value: Any) -> str:
+    """Tensors as their shapes, containers by their parts, anything else by its type."""
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_shape(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_shape(part) for part in value) + "]"
+    return "None" if value is None else type(value).__name__
 
 
 @frozen(eq=False)
@@ -25,6 +41,12 @@ class Result:
     outputs: dict[str, Any]
     microbatches: int
     skipped: bool = False
+
+    def __repr__(self) -> str:
+        losses = ", ".join(f"{name} {_number(value)}" for name, value in self.losses.items()) or "none"
+        outputs = ", ".join(f"{name} {_shape(value)}" for name, value in self.outputs.items()) or "none"
+        count = f"{self.microbatches} microbatch" + ("" if self.microbatches == 1 else "es")
+        return f"Result(losses: {losses}; outputs: {outputs}; {count}{'; skipped' if self.skipped else ''})"
 
     @property
     def loss(self) -> Tensor:
