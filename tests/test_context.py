@@ -204,3 +204,45 @@ def test_inference_mode_holds_in_every_stage(backend: str) -> None:
         outside = run.evaluate(**models.data())
         assert seen == [(False, False)] * 12
     assert torch.equal(inside.loss, outside.loss)
+
+
+class Twice(nn.Module):
+    """Uses one weight three times under its own autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(3):
+                x = torch.tanh(self.line(x))
+        return x.float()
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_casts_of_a_weight_are_shared_within_a_stage_whatever_other_threads_do(around: bool) -> None:
+    torch.manual_seed(0)
+    net = pipec.Pipeline("net")
+    value, y = net.input("x"), net.input("y")
+    for name in "abcd":
+        value = net.stage(name, Twice(), value)
+    net.loss("mse", F.mse_loss, value, y)
+    data = {"x": torch.randn(16, 16), "y": torch.randn(16, 16)}
+    plan = pipec.compile(net, 4, 8, "gpipe")
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        for _ in range(12):
+            report = pipec.check(net, data, plan, backend="threads")
+            assert report, str(report)
+
+
+def test_casts_do_not_outlive_the_weights_they_were_made_of() -> None:
+    net = pipec.Pipeline("net")
+    x, y = net.input("x"), net.input("y")
+    net.loss("mse", F.mse_loss, net.stage("b", Twice(), net.stage("a", Twice(), x)), y)
+    data = {"x": torch.randn(8, 16), "y": torch.randn(8, 16)}
+    plan = pipec.compile(net, 2, 2, update="stage")
+    with pipec.Runner(net, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.5), backend="threads") as run:
+        losses = [float(run.step(**data).loss) for _ in range(4)]
+        assert float(run.evaluate(**data).loss) not in losses
+    assert len(set(losses)) == 4

@@ -186,3 +186,32 @@ def test_a_loss_module_is_in_eval_mode_too_and_comes_back() -> None:
         run.step(**data())
     assert seen == [True, False, True]
     assert loss.training
+
+
+def test_a_module_that_a_function_borrows_follows_evaluation() -> None:
+    drop = nn.Dropout(0.5)
+    net = pipec.Pipeline("net")
+    x = net.input("x")
+    value = net.stage("drop", lambda v: drop(v), net.stage("line", nn.Identity(), x))
+    net.output(value)
+    with pipec.Runner(net, pipec.compile(net, 2, 2, forward_only=True)) as run:
+        assert torch.equal(run.evaluate(torch.ones(4, 3)).output, torch.ones(4, 3))
+    assert drop.training
+
+
+def test_a_borrowed_module_that_changes_is_refused() -> None:
+    norm = nn.BatchNorm1d(3, affine=False)
+    net = pipec.Pipeline("net")
+    net.output(net.stage("norm", lambda v: norm(v), net.input("x")))
+    plan = pipec.compile(net, 1, 2, forward_only=True)
+    with pytest.raises(pipec.RunError, match=r"stage 'norm' uses the module 'norm' \(BatchNorm1d\) from outside"):
+        pipec.Runner(net, plan)
+    norm.eval()
+    pipec.Runner(net, plan).close()
+
+
+def test_lazy_parameters_are_named() -> None:
+    net = pipec.Pipeline("net")
+    net.output(net.stage("lazy", nn.LazyLinear(3), net.input("x")))
+    with pytest.raises(pipec.RunError, match="stage 'lazy' has lazy parameters"):
+        pipec.Runner(net, pipec.compile(net, 1, 2, forward_only=True))

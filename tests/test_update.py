@@ -389,6 +389,23 @@ def two_lines() -> pipec.Pipeline:
     return net
 
 
+@pytest.mark.parametrize(
+    ("update", "optimizer", "example"),
+    [
+        ("all", lambda params: torch.optim.SGD(params, lr=1.0), "torch.optim.SGD(model.parameters(), lr=0.1); got func"),
+        ("stage", None, "lambda params: torch.optim.SGD(params, lr=0.1); got none"),
+    ],
+)
+def test_an_optimizer_of_the_other_kind_is_answered_with_an_example(
+    update: str, optimizer: Any, example: str
+) -> None:
+    net = two_lines()
+    with pytest.raises(pipec.RunError) as error:
+        pipec.Runner(net, pipec.compile(net, 2, 2, update=update), optimizer=optimizer)
+    assert f"update={update!r}" in str(error.value)
+    assert f"such as {example}" in str(error.value)
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     net = two_lines()
     other = list(nn.Linear(2, 2).parameters())
@@ -404,3 +421,45 @@ def test_parameters_that_no_optimizer_holds_are_told() -> None:
     plan = pipec.compile(net, 2, 2, update="all")
     with pytest.warns(UserWarning, match=r"no optimizer holds b\.weight, b\.bias"):
         pipec.Runner(net, plan, optimizer=torch.optim.SGD(some, lr=1.0)).close()
+
+
+def test_a_parameter_unfrozen_later_is_not_lost_without_a_word() -> None:
+    net = two_lines()
+    first = net.spec.stages[0].fn
+    assert isinstance(first, nn.Linear)
+    first.weight.requires_grad_(False)
+    plan = pipec.compile(net, 2, 2, update="stage")
+    data = {"x": torch.randn(4, 4), "y": torch.randn(4, 4)}
+    with pipec.Runner(net, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as run:
+        run.step(**data)
+        first.weight.requires_grad_(True)
+        with pytest.raises(pipec.RunError, match=r"no optimizer holds a\.weight, unfrozen or replaced"):
+            run.step(**data)
+        run.optimizers["a"].add_param_group({"params": [first.weight]})
+        before = first.weight.detach().clone()
+        run.step(**data)
+        assert not torch.equal(before, first.weight)
+
+
+def test_a_failed_hook_leaves_the_gradients_in_front_of_the_pipeline_as_they_were() -> None:
+    net = two_lines()
+    encoder = nn.Linear(4, 4)
+    y = torch.randn(4, 4)
+    leaf = torch.randn(4, 4, requires_grad=True)
+
+    def fail(_: Any) -> None:
+        raise KeyError("hook")
+
+    own = [p for stage in net.spec.stages for p in stage.fn.parameters()]  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD([*own, *encoder.parameters()], lr=0.1)
+    plan = pipec.compile(net, 2, 2, update="all")
+    for parameter in encoder.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    leaf.grad = torch.ones_like(leaf)
+    with pipec.Runner(net, plan, optimizer=optimizer, before_update=fail) as run:
+        with pytest.raises(KeyError):
+            run.step(x=encoder(torch.randn(4, 4)), y=y)
+        assert all(torch.equal(p.grad, torch.ones_like(p)) for p in encoder.parameters() if p.grad is not None)
+        with pytest.raises(KeyError):
+            run.step(x=leaf, y=y)
+        assert torch.equal(leaf.grad, torch.ones_like(leaf))

@@ -11,8 +11,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+import torch
 from attrs import evolve
 
+from pipec.errors import RunError
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.context import Context
 from pipec.runtime.executor import Device
@@ -64,9 +66,12 @@ class Threads:
         self._jobs: list[SimpleQueue[Job | None]] = []
         self._threads: list[threading.Thread] = []
         self._process = -1
+        self._closed = False
         self._finalizer: Any = None
 
     def _start(self) -> None:
+        if self._closed:
+            raise RunError("this runner was closed while a step was running")
         if self._process == os.getpid() and self._jobs:
             return
         if self._finalizer is not None:
@@ -84,6 +89,7 @@ class Threads:
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run all devices at once; a failure of one stops the others, and every worker has ended its part then."""
         self._start()
+        torch.clear_autocast_cache()  # weights may have changed since
         context = Context.capture()
         jobs = [_Job(device, row, context) for device, row in zip(devices, ops, strict=True)]
         reports: list[tuple[int, BaseException | None]] = []  # a worker's own report, in the order of their ends
@@ -100,6 +106,7 @@ class Threads:
             except BaseException as caught:  # Ctrl-C while waiting: stop the workers first, then let it through
                 interrupt.append(Failure(None, caught))
                 channels.stop()
+        torch.clear_autocast_cache()  # casts of weights that are updated next, or made without a graph
         return _first(devices, reports, interrupt)
 
     def _await(self, wake: SimpleQueue[None], devices: Sequence[Device]) -> None:
@@ -119,6 +126,7 @@ class Threads:
 
     def close(self) -> None:
         """End the workers and wait for them."""
+        self._closed = True
         if self._finalizer is not None:
             self._finalizer()
         for thread in self._threads:
@@ -181,6 +189,9 @@ class _Job:
 
 
 def _work(jobs: SimpleQueue[Job | None]) -> None:
+    # Autocast keeps casts of weights in one cache for all threads, and a thread that leaves its outermost autocast
+    # empties it, also under another that is between two uses of a weight. Workers never leave theirs.
+    torch.autocast_increment_nesting()
     while True:
         job = jobs.get()
         if job is None:

@@ -68,11 +68,14 @@ class Undo:
     Buffers that stages share are watched: only one that no stage changes has a well-defined value on several devices.
     """
 
-    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor]) -> None:
+    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+        """``others``: tensors outside the pipeline whose ``.grad`` a step adds to in place."""
         for stage in stages:
             stage.buffers.refresh()
         self._buffers = [(s, s.buffers.originals(), s.buffers.snapshot()) for s in stages if s.buffers]
         self._gradients = [(p, p.grad) for p in parameters]
+        self._values = [(t.grad, t.grad.clone()) for t in others if t.grad is not None]
+        self._gradients += [(t, t.grad) for t in others]
         users: dict[int, list[tuple[str, str, Any, Any]]] = {}
         for stage, originals, values in self._buffers:
             for name, buffer, value in zip(stage.buffers.names, originals, values, strict=True):
@@ -91,6 +94,8 @@ class Undo:
                 stage.buffers.restore(originals, values)
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
+            for gradient, value in self._values:
+                gradient.copy_(value)
         return False
 
     def check_shared_buffers(self) -> None:

@@ -52,12 +52,35 @@ class Updater:
                             f"stage {stage.name!r}"
                         )
                     self.per_stage[stage.index] = made
+        self._stages = [s for s in stages if plan.graph.stages[s.index].backward]
+        self._known: set[int] = set()
         if plan.update is not None:
-            check_parameters(self.per_stage, [s for s in stages if plan.graph.stages[s.index].backward])
+            check_parameters(self.per_stage, self._stages)
+            self._known = {id(p) for s in self._stages for p in s.trainable()} | {id(p) for p in self._held()}
 
     @property
     def optimizers(self) -> list[Optimizer]:
         return list(self.per_stage.values())
+
+    def _held(self) -> list[Tensor]:
+        return [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+
+    def others(self, parameters: list[Tensor]) -> list[Tensor]:
+        """What the optimizers hold beside the pipeline's own parameters."""
+        own = {id(p) for p in parameters}
+        return [p for p in self._held() if id(p) not in own]
+
+    def check(self, parameters: list[Tensor]) -> None:
+        """Raise RunError for parameters that came to be trained after the optimizers were made."""
+        if self.update is None or self._known.issuperset(map(id, parameters)):
+            return
+        late = {id(p) for p in parameters} - self._known - {id(p) for p in self._held()}
+        names = [f"{s.name}.{name}" for s in self._stages for name, p in s.named_parameters() if id(p) in late]
+        if names:
+            raise RunError(
+                f"no optimizer holds {', '.join(dict.fromkeys(names))}, unfrozen or replaced after the runner was "
+                "made; add them with run.optimizers[...].add_param_group(...), or make a new runner"
+            )
 
     @property
     def scale(self) -> float:
@@ -93,7 +116,7 @@ class Updater:
     def _everything(self, parameters: list[Tensor]) -> list[Tensor]:
         """Those of the pipeline, and others that the user gave to an optimizer (an encoder in front, say)."""
         own = {id(p): p for p in parameters}
-        own |= {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        own |= {id(p): p for p in self._held()}
         return list(own.values())
 
     def step(self, stage: int) -> None:

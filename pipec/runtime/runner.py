@@ -155,7 +155,8 @@ class Runner:
                     self.probe, random=Randomness(self._streams, self._position.pinned()))
         used = [own for own, info in zip(trained, plan.graph.stages, strict=True) if info.backward]
         parameters = list({id(p): p for own in used for p in own}.values())
-        with Undo(self.stages, parameters) as undo:
+        updater.check(parameters)
+        with Undo(self.stages, parameters, [*updater.others(parameters), *batch.leaves()]) as undo:
             for accumulator in accumulators:
                 accumulator.begin()
                 accumulator.direct &= self.probe is None

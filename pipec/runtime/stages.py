@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from pipec.errors import RunError
 from pipec.runtime.borders import anchored, own, private, unpack, version
+from pipec.runtime.borrowed import modules_of
 from pipec.runtime.buffers import BufferKeeper
 from pipec.runtime.means import EvenMean, weighs_evenly
 from pipec.spec import LossSpec, Ref, Spec, owner_of
@@ -107,6 +109,7 @@ class Stage:
         owned = (self.module, *(loss.spec.fn for loss in self.losses))
         self.modules = [fn for fn in owned if isinstance(fn, nn.Module)]
         self.buffers = BufferKeeper(*self.modules)
+        self.modules += modules_of(self.name, self.fn)  # for train and eval mode
         self._sources = [spec.graph.values[port].name for port in self.reads]
         self._sources += [spec.inputs[index].name for index in self.inputs]
         self._contested = contested(spec, index, self.reads, self.inputs)
@@ -284,10 +287,17 @@ def bind(spec: Spec) -> list[Stage]:
     """Every stage of ``spec``, ready to run.
 
     Raises:
-        RunError: a loss has trainable parameters that its stage does not own.
+        RunError: a loss has trainable parameters that its stage does not own, a stage has lazy parameters, or uses a
+            module from outside that changes.
     """
     stages = [Stage(spec, index) for index in range(len(spec.stages))]
     for stage in stages:
+        lazy = [name for name, p in stage.named_parameters() if isinstance(p, UninitializedParameter)]
+        if lazy:
+            raise RunError(
+                f"stage {stage.name!r} has lazy parameters ({', '.join(map(repr, lazy))}) without a shape yet; run its "
+                "module once on an example before making the runner"
+            )
         own = {id(p) for _, p in stage.named_parameters()}
         for loss in stage.losses:
             names = [name for name, p in loss.parameters() if p.requires_grad and id(p) not in own]

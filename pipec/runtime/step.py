@@ -80,6 +80,11 @@ class Batch:
             return {name: value for name, value in given.items() if value is not MISSING}
         return {p.name: given[p.name] for p in parameters}
 
+    def leaves(self) -> list[Tensor]:
+        """Tensors of the minibatch that collect a gradient themselves; others pass it on into the caller's graph."""
+        leaves = [leaf for value in self.values for leaf in flatten(value)[0]]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf]
+
     def packets(self) -> list[list[Any]]:
         """Per input its microbatches, ready to be read by stages."""
         return [
