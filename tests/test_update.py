@@ -392,7 +392,7 @@ def two_lines() -> pipec.Pipeline:
 @pytest.mark.parametrize(
     ("update", "optimizer", "example"),
     [
-        ("all", lambda params: torch.optim.SGD(params, lr=1.0), "torch.optim.SGD(model.parameters(), lr=0.1); got func"),
+        ("all", lambda params: params, "torch.optim.SGD(model.parameters(), lr=0.1); got function"),
         ("stage", None, "lambda params: torch.optim.SGD(params, lr=0.1); got none"),
     ],
 )
