@@ -31,6 +31,14 @@ class NoTensor:
             done = f"lambda value: value.{name}" + ("(...)" if callable(getattr(torch.Tensor, name)) else "")
         raise ValueAttributeError(_told(name, done, self))
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        name = str(getattr(func, "__name__", func)).strip("_")
+        raise SpecError(
+            f"a value of the pipeline is no tensor, so {name}() cannot run on it; pass the module or function to a "
+            f'stage, uncalled: net.stage("{name}", module, {", ".join(repr(a) for a in args if isinstance(a, cls))})'
+        )
+
 
 def _told(name: str, fn: str, *values: Any) -> str:
     shown = ", ".join(repr(v) if isinstance(v, NoTensor | int | float) else f"<{type(v).__name__}>" for v in values)

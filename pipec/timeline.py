@@ -220,7 +220,8 @@ class Timeline:
             f"{self.plan.microbatches} microbatches",
             f"makespan {self.makespan:.5g}{unit}, span {self.span:.5g}{unit}, {self.copies} copies"
             + ("" if self.copy_bytes is None else f" of {show_bytes(self.copy_bytes)}"),
-            f"bubble {self.bubble:.1%} of all devices' time, {self.bubble_time:.4g}{unit} beyond the busiest one's work",
+            f"bubble {self.bubble:.1%} of all devices' time, {self.bubble_time:.4g}{unit} beyond the busiest one's "
+            "work",
             f"{'device':<8}{'busy':>8}{'useful':>10}{'recompute':>11}{'activations':>13}{'peak memory':>13}",
         ]
         for device in range(self.plan.devices):

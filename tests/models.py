@@ -21,7 +21,7 @@ from pipec.spec import Ref
 from pipec.tree import flatten, select, tree_map
 
 WIDTH, WORDS = 8, 11
-RUNS = [name for name, make in REGISTRY.items() if not getattr(make(), "split", False)]
+RUNS = list(REGISTRY)
 
 
 @dataclasses.dataclass

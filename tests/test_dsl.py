@@ -258,7 +258,6 @@ def test_a_loss_class_without_parentheses() -> None:
     [
         (lambda a, x: a + x, 'net.stage("add", torch.add, first, x)'),
         (lambda a, x: 2 - a, 'net.stage("sub", torch.sub, 2, first)'),
-        (lambda a, x: torch.ones(2) @ a, 'net.stage("matmul", torch.matmul, <Tensor>, first)'),
         (lambda a, x: a[0] / 2, 'net.stage("div", torch.div, first[0], 2)'),
         (lambda a, x: -a, 'net.stage("neg", torch.neg, first)'),
         (lambda a, x: a > x, 'net.stage("gt", torch.gt, first, x)'),
@@ -272,6 +271,22 @@ def test_a_value_is_no_tensor(mistake: Any, stage: str) -> None:
     with pytest.raises(pipec.SpecError) as error:
         mistake(first, x)
     assert str(error.value) == f"a value of the pipeline is no tensor; do it in a stage: {stage}"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "name", "values"),
+    [
+        (lambda a, x: torch.nn.Linear(2, 2)(a), "linear", "first"),
+        (lambda a, x: F.mse_loss(a, x), "mse_loss", "first, x"),
+        (lambda a, x: torch.cat([a, x]), "cat", ""),
+        (lambda a, x: torch.ones(2) @ a, "rmatmul", "first"),
+    ],
+)
+def test_a_layer_called_on_a_value(mistake: Any, name: str, values: str) -> None:
+    _, x, first = started()
+    with pytest.raises(pipec.SpecError) as error:
+        mistake(first, x)
+    assert str(error.value) == values
 
 
 def test_values_answer_protocols() -> None:

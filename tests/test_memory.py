@@ -101,8 +101,8 @@ def _copy(payload):  # type: ignore[no-untyped-def]
     return payload
 
 
-RUNS = [name for name, make in REGISTRY.items() if not getattr(make(), "split", False)]
-CASES = [(schedule, mode, 2) for schedule in RUNS for mode in ("never", "always", "except_last")]
+WHOLE = [name for name, make in REGISTRY.items() if not getattr(make(), "split", False)]  # test_split has the others
+CASES = [(schedule, mode, 2) for schedule in WHOLE for mode in ("never", "always", "except_last")]
 CASES += [("gpipe", "never", 1), ("1f1b", "always", 3), ("1f1b", "never", 5)]
 
 
