@@ -34,9 +34,10 @@ class NoTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         name = str(getattr(func, "__name__", func)).strip("_")
+        values = ", ".join(repr(argument) for argument in args if isinstance(argument, NoTensor)) or "value"
         raise SpecError(
-            f"a value of the pipeline is no tensor, so {name}() cannot run on it; pass the module or function to a "
-            f'stage, uncalled: net.stage("{name}", module, {", ".join(repr(a) for a in args if isinstance(a, cls))})'
+            f"a value of the pipeline is no tensor, so {name}() cannot run on it; pass the module or function itself "
+            f'to a stage: net.stage("{name}", module, {values})'
         )
 
 

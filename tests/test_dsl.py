@@ -278,15 +278,18 @@ def test_a_value_is_no_tensor(mistake: Any, stage: str) -> None:
     [
         (lambda a, x: torch.nn.Linear(2, 2)(a), "linear", "first"),
         (lambda a, x: F.mse_loss(a, x), "mse_loss", "first, x"),
-        (lambda a, x: torch.cat([a, x]), "cat", ""),
-        (lambda a, x: torch.ones(2) @ a, "rmatmul", "first"),
+        (lambda a, x: torch.cat([a, x]), "cat", "value"),
+        (lambda a, x: torch.ones(2) @ a, "matmul", "first"),
     ],
 )
 def test_a_layer_called_on_a_value(mistake: Any, name: str, values: str) -> None:
     _, x, first = started()
     with pytest.raises(pipec.SpecError) as error:
         mistake(first, x)
-    assert str(error.value) == values
+    assert str(error.value) == (
+        f"a value of the pipeline is no tensor, so {name}() cannot run on it; pass the module or function itself to a "
+        f'stage: net.stage("{name}", module, {values})'
+    )
 
 
 def test_values_answer_protocols() -> None:
