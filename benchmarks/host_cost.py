@@ -2,8 +2,9 @@
 
     python benchmarks/host_cost.py
 
-Prints, per number of devices, the CPU time (user + system, all threads) of a pipec step divided by that of the plain
-loop (forward, whole-model backward, microbatch by microbatch), the median over interleaved rounds.
+Prints, per number of devices, with pipec's own choice of threads (none for tasks this small) and with threads forced,
+the CPU time (user + system, all threads) of a pipec step divided by that of the plain loop (forward, whole-model
+backward, microbatch by microbatch), the median over interleaved rounds.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def main() -> None:
     _, modules = pipeline()
     runs = {"plain": lambda: plain(modules, x, y)}
     for devices in (1, 2, 4):
-        net, _ = pipeline()
-        run = pipec.Runner(net, pipec.compile(net, devices, MICROBATCHES))
-        runs[f"pipec, {devices} devices"] = lambda run=run: run.step(x, y)
+        for backend in ("auto", "threads") if devices > 1 else ("auto",):
+            net, _ = pipeline()
+            run = pipec.Runner(net, pipec.compile(net, devices, MICROBATCHES), backend=backend)
+            name = f"pipec, {devices} devices" + (", threads forced" if backend == "threads" else "")
+            runs[name] = lambda run=run: run.step(x, y)
     tasks = 2 * STAGES * MICROBATCHES
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(ROUNDS + 2):
@@ -59,10 +62,10 @@ def main() -> None:
             if number >= 2:
                 times[name].append((time.process_time() - begin) / STEPS / tasks * 1e6)
     base = times["plain"]
-    print(f"{'':<22}{'us per task':>12}{'ratio':>8}")
+    print(f"{'':<34}{'us per task':>12}{'ratio':>8}")
     for name, own in times.items():
         ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
-        print(f"{name:<22}{statistics.median(own):>12.1f}{ratio:>8.2f}")
+        print(f"{name:<34}{statistics.median(own):>12.1f}{ratio:>8.2f}")
 
 
 if __name__ == "__main__":

@@ -133,16 +133,42 @@ def test_a_hook_on_a_parameter_changes_its_gradient_in_every_microbatch() -> Non
     assert equal(gradients(mine), gradients(theirs))
 
 
-def test_a_post_accumulate_hook_runs_as_in_a_plain_loop() -> None:
-    first, second = blocks()
-    made = net(first, second)
+def wide() -> tuple[nn.Module, nn.Module]:
+    """Stages large enough that autograd adds to ``.grad`` itself."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 300)), nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 6))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+def test_large_stages_are_bit_equal_to_the_reference_over_steps(backend: str, recompute: str) -> None:
+    mine = net(*wide())
+    theirs = copy.deepcopy(mine)
+    loop = pipec.reference(theirs, 4)
+    with pipec.Runner(mine, pipec.compile(mine, 2, 4, recompute=recompute), backend=backend) as run:
+        for _ in range(3):
+            assert torch.equal(run.step(**batch()).loss, loop.step(**batch()).loss)
+    assert equal(gradients(mine), gradients(theirs))
+
+
+@pytest.mark.parametrize("blocks_of", [blocks, wide])
+def test_a_post_accumulate_hook_runs_once_when_the_step_has_its_gradient(blocks_of: Any) -> None:
+    mine = net(*blocks_of())
+    theirs = copy.deepcopy(mine)
     calls: list[torch.Tensor] = []
-    weight = first[0].weight  # type: ignore[index]
-    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
-    with pipec.Runner(made, pipec.compile(made, 2, 4)) as run:
+
+    def hook(parameter: torch.Tensor) -> None:
+        calls.append(parameter)
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    for made in (mine, theirs):
+        made.spec.stages[0].fn[0].weight.register_post_accumulate_grad_hook(hook)  # type: ignore[index]
+    pipec.reference(theirs, 4).step(**batch())
+    with pipec.Runner(mine, pipec.compile(mine, 2, 4)) as run:
         run.step(**batch())
-    assert len(calls) == 4  # once for each microbatch
-    assert torch.equal(calls[-1], weight.grad)
+    assert len(calls) == 2
+    assert equal(gradients(mine), gradients(theirs))
 
 
 def test_module_hooks_run_for_every_microbatch() -> None:

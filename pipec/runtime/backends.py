@@ -15,6 +15,7 @@ import torch
 from attrs import evolve
 
 from pipec.errors import RunError
+from pipec.ir import Kind
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.context import Context
 from pipec.runtime.executor import Device
@@ -35,23 +36,32 @@ class Backend(Protocol):
 class Replay:
     """All devices in the calling thread, task by task in the plan's one order."""
 
+    def __init__(self) -> None:
+        self._orders: dict[int, tuple[Any, list[tuple[int, list[Op]]]]] = {}
+
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run to the end, or to the first task that raises."""
-        order = ops[0] if len(ops) == 1 else sorted((op for row in ops for op in row), key=lambda op: op.task)
-        at = 0
-        while at < len(order):  # runs of tasks on one device share one loop
-            device, end = order[at].device, at + 1
-            while end < len(order) and order[end].device == device:
-                end += 1
+        if id(ops) not in self._orders:
+            self._orders[id(ops)] = ops, one_order(ops)
+        for device, run in self._orders[id(ops)][1]:
             try:
-                devices[device].run(order[at:end])
+                devices[device].run(run)
             except BaseException as error:
                 return Failure(devices[device].at, error)
-            at = end
         return None
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+def one_order(ops: Sequence[Sequence[Op]]) -> list[tuple[int, list[Op]]]:
+    """The tasks of all devices in the plan's order, as runs of tasks on one device."""
+    runs: list[tuple[int, list[Op]]] = []
+    for op in sorted((op for row in ops for op in row), key=lambda op: op.task):
+        if not runs or runs[-1][0] != op.device:
+            runs.append((op.device, []))
+        runs[-1][1].append(op)
+    return runs
 
 
 Job = Callable[[], None]
@@ -132,6 +142,37 @@ class Threads:
         for thread in self._threads:
             thread.join()
         self._jobs, self._threads = [], []
+
+
+PAYS_FROM = 200_000  # nanoseconds a task takes on average; benchmarks/crossover.py
+
+
+class Auto:
+    """One thread while tasks are so short that threads would only wait for Python's lock, else a thread per device.
+
+    The first step runs in one thread; every step decides for the next from the mean duration of its tasks, training
+    and evaluation apart. Results are the same bits either way.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads, self._replay = threads, Replay()
+        self._overlap: dict[bool, bool] = {}  # by whether the plan trains
+
+    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
+        """Run to the end, or to the first task that raises."""
+        step = devices[0].step
+        training = step.plan.training
+        backend: Backend = self._threads if self._overlap.get(training, False) else self._replay
+        failure = backend.run(devices, ops, channels)
+        tasks = [op.task for row in ops for op in row if op.kind not in (Kind.COPY, Kind.UPDATE)]
+        if tasks and failure is None:
+            spent = sum(step.ends[task] - step.starts[task] for task in tasks)
+            self._overlap[training] = spent >= PAYS_FROM * len(tasks)
+        return failure
+
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        self._threads.close()
 
 
 def standstill(devices: Sequence[Device], seconds: float) -> str:

@@ -44,8 +44,8 @@ def modules_of(stage: str, fn: Any) -> list[nn.Module]:
         if changing:
             raise RunError(
                 f"stage {stage!r} uses the module {name!r} ({type(changing[0]).__name__}) from outside, in training "
-                "mode and with buffers, which recompute and a failed step could not put back; pass the module itself as "
-                "the stage, or a small nn.Module that holds it"
+                "mode and with buffers, which recompute and a failed step could not put back; pass the module as the "
+                "stage, or a small nn.Module that holds it"
             )
         found.append(module)
     return found

@@ -1,13 +1,15 @@
 """Parameter gradients of one step, added onto what ``.grad`` held, microbatch by microbatch in ascending order.
 
-Where a stage's backwards run in that order and its parameters are its own, autograd adds each gradient to ``.grad``
-the moment it is made. Otherwise a private accumulator takes them: a microbatch that finishes early waits for its
-turn, and a parameter that several stages use is added up per stage first, then over the stages in ascending order.
+Where a stage's backwards run in that order and its parameters are many and its own, autograd adds each gradient to
+``.grad`` the moment it is made, still in the cache. Otherwise a private accumulator takes them: a microbatch that
+finishes early waits for its turn, and a parameter that several stages use is added up per stage first, then over the
+stages in ascending order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +26,10 @@ class Accumulator:
         """``shared``: ids of parameters that other stages use as well; ``microbatches``: in the order of backwards."""
         self.parameters = parameters
         self._order = sorted(microbatches)
-        self.direct = self._order == list(microbatches) and not any(id(p) in shared for p in parameters)
+        self.direct = (
+            self._order == list(microbatches) and not any(id(p) in shared or hooks_of(p) for p in parameters)
+            and _large(parameters)
+        )
         self.sums: list[Tensor | None] = [None if id(p) in shared else p.grad for p in parameters]
         self._own = [False] * len(parameters)  # a sum that is still the user's .grad must not be written
         self._next = 0
@@ -103,6 +108,28 @@ def commit(accumulators: Sequence[Accumulator], shared: set[int]) -> None:
             totals[id(parameter)] = total
     for key, parameter in changed.items():
         parameter.grad = totals[key]
-    for parameter in changed.values():
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+    run_hooks(changed.values())
+
+
+LARGE = 1 << 16  # elements: below, what autograd saves in memory traffic costs more in calls
+
+
+def _large(parameters: Sequence[Tensor]) -> bool:
+    total = 0
+    for parameter in parameters:
+        total += parameter.numel()
+        if total >= LARGE:
+            return True
+    return False
+
+
+def hooks_of(parameter: Tensor) -> list[Any]:
+    """The post-accumulate hooks of a parameter. A step calls them once, when its gradient is complete."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def run_hooks(parameters: Iterable[Tensor]) -> None:
+    """Call every post-accumulate hook."""
+    for parameter in parameters:
+        for hook in hooks_of(parameter):
             hook(parameter)

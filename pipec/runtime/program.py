@@ -77,7 +77,6 @@ class Program:
     updates: tuple[tuple[Op, ...], ...]  # per device
     slots: tuple[int, ...]
     routes: tuple[Route, ...]
-    merged: tuple[Op, ...]  # all ops in the plan's one order
     backward_order: tuple[tuple[int, ...], ...]  # per stage its microbatches in the order of their backwards
     split: frozenset[int]  # stages with a backward in two halves
 
@@ -127,15 +126,13 @@ def build_program(plan: Plan) -> Program:
         late = [made[i] for i in own if i > last]
         ops.append(tuple(made[i] for i in own if i <= last))
         updates.append(tuple(late))
-    late_ids = {op.task for row in updates for op in row}
-    merged = tuple(op for op in made if op.task not in late_ids)
     routes = tuple(sorted({op.route for op in made if op.kind is Kind.COPY}))
     order: list[list[int]] = [[] for _ in plan.graph.stages]
     for op in made:
         if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             order[op.stage].append(op.microbatch)
     split = frozenset(op.stage for op in made if op.kind is Kind.BACKWARD_WEIGHT)
-    return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes, merged,
+    return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes,
                    tuple(map(tuple, order)), split)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipec.ir import Kind
 from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.borders import add, collect, edges, pack, version
-from pipec.runtime.gradients import shared_parameters
+from pipec.runtime.gradients import run_hooks, shared_parameters
 from pipec.runtime.randomness import Position, Purpose, Randomness, Streams
 from pipec.runtime.result import Result
 from pipec.runtime.stages import bind
@@ -50,6 +50,7 @@ class Reference:
         trained = [stage.trainable() for stage in self.stages]
         shared = shared_parameters(trained)
         per_stage: dict[tuple[int, int], Tensor] = {}  # gradients of shared parameters by stage
+        touched: dict[int, Tensor] = {}
         to_inputs: list[list[Any]] = [[None] * batch.microbatches for _ in self.spec.inputs]
         for m in range(batch.microbatches):
             graphs = self._forward(batch, packets, m, outputs, losses)
@@ -58,6 +59,7 @@ class Reference:
                     if gradient is None:
                         continue
                     key = id(parameter), stage
+                    touched[id(parameter)] = parameter
                     if id(parameter) in shared:
                         before = per_stage.get(key)
                         per_stage[key] = gradient.clone() if before is None else before + gradient
@@ -69,6 +71,7 @@ class Reference:
                 gradient = per_stage.get((id(parameter), number))
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        run_hooks(touched.values())
         backward_inputs(batch, to_inputs)
         self._position = self._position.advanced()
         return joined_result(batch, outputs, losses)
