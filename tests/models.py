@@ -333,8 +333,12 @@ def data(rows: int = 8, seed: int = 1, width: int = WIDTH) -> dict[str, Tensor]:
 
 
 def runner(net: pipec.Pipeline, devices: int = 2, microbatches: int = 4, schedule: Any = "1f1b", **how: Any) -> Any:
-    """A Runner; ``backend``, ``optimizer``, ``before_update`` and ``scaler`` are its own, the rest is compile's."""
-    own = {key: how.pop(key) for key in ("backend", "optimizer", "before_update", "scaler") if key in how}
+    """A Runner; ``backend``, ``optimizer``, ``before_update`` and ``scaler`` are its own, the rest is compile's.
+
+    Threads unless said otherwise: tasks as small as the tests' would be given to one thread.
+    """
+    own = {"backend": "threads" if devices > 1 else "replay"}
+    own |= {key: how.pop(key) for key in ("backend", "optimizer", "before_update", "scaler") if key in how}
     return pipec.Runner(net, pipec.compile(net, devices, microbatches, schedule, **how), **own)
 
 

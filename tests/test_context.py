@@ -139,6 +139,10 @@ def test_saved_tensor_hooks_of_the_caller_pack_what_the_workers_save(recompute: 
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def _standing(net: pipec.Pipeline) -> pipec.Runner:
+    return pipec.Runner(net, pipec.compile(net, 2, 2), backend="threads", watchdog=0.2)
+
+
 def test_a_standstill_is_told_with_the_place_of_every_device(caplog: pytest.LogCaptureFixture) -> None:
     gate = threading.Event()
 
@@ -161,7 +165,7 @@ def test_a_standstill_is_told_with_the_place_of_every_device(caplog: pytest.LogC
     logger = logging.getLogger("pipec")
     logger.addHandler(handler)
     try:
-        with caplog.at_level("WARNING", "pipec"), pipec.Runner(net, pipec.compile(net, 2, 2), watchdog=0.2) as run:
+        with caplog.at_level("WARNING", "pipec"), _standing(net) as run:
             run.step(**batch())
     finally:
         logger.removeHandler(handler)

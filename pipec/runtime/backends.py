@@ -21,6 +21,7 @@ from pipec.runtime.context import Context
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure, describe
 from pipec.runtime.program import Op
+from pipec.runtime.step import Step
 
 LOG = logging.getLogger("pipec")
 
@@ -160,15 +161,21 @@ class Auto:
 
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run to the end, or to the first task that raises."""
-        step = devices[0].step
-        training = step.plan.training
+        training = devices[0].step.plan.training
         backend: Backend = self._threads if self._overlap.get(training, False) else self._replay
         failure = backend.run(devices, ops, channels)
+        if failure is None:
+            self._decide(devices[0].step, ops)
+        try:
+            return failure
+        finally:
+            del failure  # this frame is in its traceback: a cycle
+
+    def _decide(self, step: Step, ops: Sequence[Sequence[Op]]) -> None:
         tasks = [op.task for row in ops for op in row if op.kind not in (Kind.COPY, Kind.UPDATE)]
-        if tasks and failure is None:
+        if tasks:
             spent = sum(step.ends[task] - step.starts[task] for task in tasks)
-            self._overlap[training] = spent >= PAYS_FROM * len(tasks)
-        return failure
+            self._overlap[step.plan.training] = spent >= PAYS_FROM * len(tasks)
 
     def close(self) -> None:
         """End the workers, if there are any."""
