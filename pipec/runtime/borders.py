@@ -169,6 +169,8 @@ class Parcel:
         """All that arrived, as one gradient."""
         if not self._waiting and not self._others:
             return self._total
+        if len(self._others) == 1 and not self._waiting and self._left == len(self._readers):
+            return self._others[0].sum()  # all of it comes from one other device
         waiting, total = dict(self._waiting), self._total
         for other in self._others:  # only one of all holds the last reader, and so a sum
             waiting |= other._waiting
