@@ -2,7 +2,7 @@
 
 from pipec.compiler import compile  # noqa: A004 - pipec.compile is the verb of this library
 from pipec.costs import Costs, StageCosts, activations
-from pipec.dsl import Pipeline, chain, skip
+from pipec.dsl import Pipeline, chain
 from pipec.errors import PipecError, PlanError, RenderError, RunError, ScheduleError, SpecError
 from pipec.ir import Kind, Lane, Plan, Task
 from pipec.render import draw
@@ -16,6 +16,7 @@ from pipec.schedules import list_schedules as schedules
 from pipec.schedules import parse_schedule
 from pipec.spec import Spec
 from pipec.timeline import Timeline
+from pipec.values import skip
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,0 +1,73 @@
+"""What a declaration passes around: values that stand for results to come, and the mark of a skip edge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from pipec.errors import Location, caller
+from pipec.operators import NoTensor
+from pipec.spec import Ref
+from pipec.tree import flatten, show_path
+
+if TYPE_CHECKING:
+    from pipec.dsl import Pipeline
+
+
+@frozen(eq=False)
+class Value(NoTensor):
+    """What flows on an edge: an input, a stage's result, or a part of it (``v[0]``, ``v["h"]``)."""
+
+    pipeline: Pipeline
+    ref: Ref
+    outputs: int | None = None
+
+    def __getitem__(self, key: Any) -> Value:
+        if self.outputs is not None and isinstance(key, int) and not -self.outputs <= key < self.outputs:
+            self.pipeline._problem(f"{self}[{key}]: the stage was declared with outputs={self.outputs}")
+        if isinstance(key, int) and key < 0 and self.outputs is not None:
+            key += self.outputs
+        try:
+            hash(key)
+            fits = not isinstance(key, slice | tuple) or not any(isinstance(k, slice) for k in flatten(key)[0])
+        except TypeError:  # a list, and before Python 3.12 a slice
+            fits = False
+        if not fits:
+            self.pipeline._problem(
+                f"{self}[{key!r}]: a part of a value is named by one index or key; cut it inside a stage"
+            )
+            return self
+        return Value(self.pipeline, Ref(self.ref.source, self.ref.index, (*self.ref.path, key)))
+
+    def __iter__(self) -> Iterator[Value]:
+        if self.outputs is None:
+            self.pipeline._problem(f"{self} is unpacked: declare the stage with outputs=n to unpack its result")
+            return iter((self, self))
+        return (self[index] for index in range(self.outputs))
+
+    def __len__(self) -> int:
+        return self.outputs or 0
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"{self.pipeline._source_name(self.ref)}{show_path(self.ref.path)}"
+
+
+@frozen(eq=False)
+class Skip:
+    """A value marked as a skip edge where it is read."""
+
+    value: Any
+    location: Location | None = None
+
+
+def skip(value: Any) -> Any:
+    """Mark a value as a skip edge: drawn dashed, carried straight from its producer to the reader's device.
+
+    Any value may be read by any later stage with or without the mark; it changes no number.
+    """
+    return Skip(value, caller())
