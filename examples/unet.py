@@ -131,7 +131,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     print(f"One step checked against the plain loop. {report}\n")
 
     # 3. How fast: two devices against one, in turns. The gradients of these steps are thrown away.
-    with pipec.Runner(net, plan) as two, pipec.Runner(net, pipec.compile(net, 1, MICROBATCHES)) as one:
+    single = pipec.compile(net, 1, MICROBATCHES)
+    with pipec.Runner(net, plan, backend="threads") as two, pipec.Runner(net, single) as one:
         took, cores = interleaved(
             {"two": lambda: two.step(noisy, clean), "one": lambda: one.step(noisy, clean)}, rounds
         )
