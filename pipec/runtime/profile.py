@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from pipec.costs import Costs, StageCosts
@@ -39,7 +41,7 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
     Args:
         args, inputs: an example minibatch, as for ``Runner.step``.
         microbatches: pieces it is cut into; the first one is measured.
-        repeats: runs per stage after two warm-ups; the least counts.
+        repeats: rounds over all stages after a warm-up; the median counts.
 
     Returns:
         Costs in milliseconds: forward, and backward as its input half and the rest; saved bytes per stage without
@@ -58,6 +60,7 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
     stages = bind(spec)
     packets = [column[0] for column in batch.packets()]
     values: dict[int, Any] = {}
+    reads: list[list[Any]] = []
     made: dict[str, StageCosts] = {}
     sizes: dict[str, int] = {}
     gradients: dict[str, int] = {}
@@ -70,7 +73,8 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
                 parameter.grad = None
             for stage in stages:
                 read = [values[port] for port in stage.reads] + [packets[index] for index in stage.inputs]
-                out, costs, saved = _measure(stage, read, repeats)
+                reads.append(read)
+                out, costs, saved = _sizes(stage, read)
                 for (port, path), own in zip(stage.gives, saved, strict=True):
                     name = spec.graph.values[port].name
                     values[port] = pack(select(out, path))
@@ -78,6 +82,11 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
                     gradients[name] = packet_bytes(values[port], wanted=True)
                     kept[name] = own
                 made[stage.name] = costs
+            for stage, (forward, half, whole) in zip(stages, _timed(stages, reads, repeats), strict=True):
+                made[stage.name] = evolve(
+                    made[stage.name], forward=forward, backward_input=half, backward_weight=max(whole - half, 0.0),
+                    update=0.0,
+                )
         finally:
             for parameter, gradient in gradients_before:
                 parameter.grad = gradient
@@ -100,44 +109,57 @@ def _storages(value: Any) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in flatten(value)[0] if isinstance(leaf, Tensor)}
 
 
-def _measure(stage: Stage, read: list[Any], repeats: int) -> tuple[Any, StageCosts, list[int]]:
-    """The stage's result, its costs (the least of all runs), and per value it gives the bytes its graph saves."""
-    parameters = stage.trainable()
+def _sizes(stage: Stage, read: list[Any]) -> tuple[Any, StageCosts, list[int]]:
+    """The stage's result, its bytes, and per value it gives the bytes of it that its graph saves."""
     known = {p.untyped_storage()._cdata for _, p in stage.named_parameters()}
     known |= {buffer.untyped_storage()._cdata for buffer in stage.buffers.originals() if buffer is not None}
-    forward: list[float] = []
-    whole: list[float] = []
-    inputs: list[float] = []
-    out, saved, kept = None, 0, [0] * len(stage.gives)
-    for number in range(repeats + 2):
-        for halves in (False, True):
-            packets = list(read)
-            values, leaves = stage.read(packets)
-            versions = [version(packet) for packet in packets]
-            wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
-            hooks = _Saved(known | _storages(values))
-            begin = time.perf_counter()
-            if number == 0:
-                with hooks:
-                    out, losses = _run(stage, values)
-                given = [_storages(select(out, path)) for _, path in stage.gives]
-                kept = [sum(hooks.storages.pop(storage, 0) for storage in own) for own in given]
-                saved = sum(hooks.storages.values())
-            else:
-                out, losses = _run(stage, values)
-            forward.append(time.perf_counter() - begin)
-            stage.check_writes(packets, versions)
-            own = wanted if halves else wanted + parameters
-            (inputs if halves else whole).append(_backward(stage, out, losses, own) if own else 0.0)
+    packets = list(read)
+    values, _ = stage.read(packets)
+    versions = [version(packet) for packet in packets]
+    hooks = _Saved(known | _storages(values))
+    with hooks:
+        out, losses = _run(stage, values)
+    stage.check_writes(packets, versions)
+    given = [_storages(select(out, path)) for _, path in stage.gives]
+    kept = [sum(hooks.storages.pop(storage, 0) for storage in own) for own in given]
+    saved = sum(hooks.storages.values())
+    del losses
     given_in = {s for packet in read[len(stage.reads) :] for s in _storages(unpack(packet)[0])}
-    between = _between_halves(stage, read, known | given_in)
-    best = [min(times[2:]) * 1e3 for times in (forward, inputs, whole)]
     costs = StageCosts(
-        forward=best[0], backward_input=best[1], backward_weight=max(best[2] - best[1], 0.0), update=0.0,
         activation_bytes=saved, weight_bytes=sum(p.numel() * p.element_size() for _, p in stage.named_parameters()),
-        weight_activation_bytes=between,
+        weight_activation_bytes=_between_halves(stage, read, known | given_in),
     )
     return out, costs, kept
+
+
+def _time(stage: Stage, read: list[Any], whole: bool) -> tuple[float, float]:
+    """Milliseconds of one forward, and of its backward: whole, or to what the stage reads only."""
+    packets = list(read)
+    values, leaves = stage.read(packets)
+    versions = [version(packet) for packet in packets]
+    begin = time.perf_counter()
+    out, losses = _run(stage, values)
+    forward = time.perf_counter() - begin
+    stage.check_writes(packets, versions)
+    wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
+    wanted += stage.trainable() if whole else []
+    return forward * 1e3, _backward(stage, out, losses, wanted) * 1e3 if wanted else 0.0
+
+
+def _timed(stages: list[Stage], reads: list[list[Any]], repeats: int) -> list[tuple[float, float, float]]:
+    """Per stage the medians of forward, input half and whole backward.
+
+    Stages take turns, so that each finds the caches as another stage has left them, which is how a step runs.
+    """
+    taken: list[tuple[list[float], list[float], list[float]]] = [([], [], []) for _ in stages]
+    for number in range(repeats + 1):
+        for whole in (False, True):
+            for stage, read, times in zip(stages, reads, taken, strict=True):
+                forward, backward = _time(stage, read, whole)
+                if number:  # the first round warms up
+                    times[0].append(forward)
+                    times[1 + whole].append(backward)
+    return [(median(times[0]), median(times[1]), median(times[2])) for times in taken]
 
 
 def _between_halves(stage: Stage, read: list[Any], known: set[int]) -> int:
