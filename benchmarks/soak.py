@@ -64,7 +64,7 @@ def start(number: int) -> tuple[nn.ModuleList, pipec.Runner]:
     how = PLANS[number % len(PLANS)]
     made = optimizer if how["update"] == "stage" else optimizer(model.parameters())
     plan = pipec.compile(net, microbatches=MICROBATCHES, **how)
-    return model, pipec.Runner(net, plan, optimizer=made, model=model, seed=1)
+    return model, pipec.Runner(net, plan, backend="threads", optimizer=made, model=model, seed=1)
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
