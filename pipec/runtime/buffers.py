@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 Mark = tuple[Any, Any]  # a buffer and a copy of its values, or None twice
 SAME = object()  # in place of a buffer that need not be exchanged
+OTHERS = object()  # in place of one that another stage uses
 
 
 class BufferKeeper:
@@ -17,6 +19,11 @@ class BufferKeeper:
     A buffer that did not change since the last snapshot is not copied again, so constant buffers cost one copy and no
     memory per microbatch. Values are compared: batch norm moves its statistics without raising their version.
     A place whose buffer is None (a cache that the first forward makes) is kept as None.
+
+    Attributes:
+        shared: numbers of places that another stage holds too; ``used`` those of them that this stage uses,
+            ``watch`` a context for its forwards that finds them, ``settled`` the modes in which none changes. See
+            :mod:`pipec.runtime.shared`.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -24,6 +31,10 @@ class BufferKeeper:
         self.places: list[tuple[dict[str, Any], str]] = []
         self.names: list[str] = []
         self._last: list[Mark] = []
+        self.shared: set[int] = set()
+        self.used: set[int] = set()
+        self.settled: set[Any] = set()
+        self.watch: Any = nullcontext()
         self.refresh()
 
     def refresh(self) -> None:
@@ -40,6 +51,7 @@ class BufferKeeper:
                     names.append(f"{prefix}.{name}" if prefix else name)
         if [(id(owner), name) for owner, name in places] != [(id(owner), name) for owner, name in self.places]:
             self.places, self.names, self._last = places, names, []
+            self.shared, self.watch = set(), nullcontext()
 
     def appeared(self) -> list[str]:
         """Names of buffers that a forward registered since :meth:`refresh`."""
@@ -51,6 +63,11 @@ class BufferKeeper:
 
     def __bool__(self) -> bool:
         return bool(self.places)
+
+    def at(self, number: int) -> Tensor | None:
+        """What stands in a place now."""
+        owner, name = self.places[number]
+        return owner[name]  # type: ignore[no-any-return]
 
     def snapshot(self) -> list[Any]:
         """Copies of all buffers as they are now."""
@@ -79,13 +96,16 @@ class BufferKeeper:
         """Put copies of what was marked into the module; returns what stood there, SAME where nothing differs.
 
         A buffer that did not change since stays: the forward that is run again will hardly change it either, and
-        other stages may be reading it. Exchanging instead of writing leaves the versions that autograd remembers
-        alone.
+        other stages may be reading it. One that only another stage uses stays as well: that one may be running.
+        Exchanging instead of writing leaves the versions that autograd remembers alone.
         """
         before: list[Any] = []
-        for (owner, name), (source, copy) in zip(self.places, marks, strict=True):
+        others = self.shared - self.used
+        for number, ((owner, name), (source, copy)) in enumerate(zip(self.places, marks, strict=True)):
             now = owner[name]
-            if now is source and (now is None or torch.equal(now, copy)):
+            if number in others:
+                before.append(OTHERS)
+            elif now is source and (now is None or torch.equal(now, copy)):
                 before.append(SAME)
             else:
                 before.append(now)
@@ -95,6 +115,8 @@ class BufferKeeper:
     def put_back(self, before: list[Any], marks: list[Mark]) -> None:
         """Undo an exchange, and what a forward did since to buffers that were not exchanged."""
         for (owner, name), tensor, (source, copy) in zip(self.places, before, marks, strict=True):
+            if tensor is OTHERS:
+                continue
             owner[name] = source if tensor is SAME else tensor
             if tensor is SAME:
                 _write(source, copy)

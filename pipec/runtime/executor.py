@@ -154,7 +154,7 @@ class Device:
         packets += [step.inputs[index][op.microbatch] for index in stage.inputs]
         values, leaves = stage.read(packets)
         versions = [version(packet) for packet in packets]
-        with step.random.task(op.stage, op.microbatch, Purpose.FORWARD), hooks:
+        with step.random.task(op.stage, op.microbatch, Purpose.FORWARD), hooks, stage.buffers.watch:
             out = stage.run(values)
             losses = [
                 stage.run_loss(loss, values, out) if loss.index in step.wanted_losses else None

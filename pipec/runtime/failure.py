@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from attrs import frozen
 from torch import Tensor
 
-from pipec.errors import RunError
 from pipec.runtime.program import Op
+from pipec.runtime.shared import SharedBuffers
 from pipec.runtime.stages import Stage
 from pipec.spec import Graph
 
@@ -68,7 +67,8 @@ class Undo:
     Buffers that stages share are watched: only one that no stage changes has a well-defined value on several devices.
     """
 
-    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+    def __init__(self, stages: Sequence[Stage], parameters: Sequence[Tensor], others: Sequence[Tensor] = (), *,
+                 training: bool = True) -> None:
         """``others``: tensors outside the pipeline whose ``.grad`` a step adds to in place."""
         for stage in stages:
             stage.buffers.refresh()
@@ -76,12 +76,7 @@ class Undo:
         self._gradients = [(p, p.grad) for p in parameters]
         self._values = [(t.grad, t.grad.clone()) for t in others if t.grad is not None]
         self._gradients += [(t, t.grad) for t in others]
-        users: dict[int, list[tuple[str, str, Any, Any]]] = {}
-        for stage, originals, values in self._buffers:
-            for name, buffer, value in zip(stage.buffers.names, originals, values, strict=True):
-                if buffer is not None:
-                    users.setdefault(id(buffer), []).append((stage.name, name, buffer, value))
-        self._shared = [found for found in users.values() if len(found) > 1]
+        self._shared = SharedBuffers(stages, training)
 
     def __enter__(self) -> Undo:
         return self
@@ -99,12 +94,5 @@ class Undo:
         return False
 
     def check_shared_buffers(self) -> None:
-        """Raise RunError when a buffer that several stages hold was written: its value depends on the schedule."""
-        for found in self._shared:
-            _, _, buffer, value = found[0]
-            if not torch.equal(buffer, value):
-                told = " and ".join(f"{stage!r} (as {name!r})" for stage, name, _, _ in found)
-                raise RunError(
-                    f"stages {told} share a buffer that a forward changes, so its value would depend on the order in "
-                    "which the devices run; give each stage a module of its own, or use it in one stage only"
-                )
+        """Raise RunError when a buffer was written that several stages use: its value depends on the schedule."""
+        self._shared.check()

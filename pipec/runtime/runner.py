@@ -231,9 +231,10 @@ class Runner:
         try:
             for module, _ in flags:
                 module.training = False
-            with Undo(self.stages, []), torch.no_grad():
+            with Undo(self.stages, [], training=False) as undo, torch.no_grad():
                 devices, channels = self._devices(program, step)
                 self._run(devices, program.ops, channels, step)
+                undo.check_shared_buffers()
         finally:
             for module, training in flags:
                 module.training = training
