@@ -13,7 +13,7 @@ from pipec.runtime.reference import reference
 from pipec.runtime.result import Result
 from pipec.runtime.runner import Runner
 from pipec.schedules import list_schedules as schedules
-from pipec.schedules import parse_schedule
+from pipec.schedules import parse_schedule, torch_csv
 from pipec.spec import Spec
 from pipec.timeline import Timeline
 from pipec.values import skip
@@ -23,4 +23,5 @@ __all__ = [
     "Costs", "Kind", "Lane", "PipecError", "Pipeline", "Plan", "PlanError", "RenderError", "Result", "RunError",
     "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain",
     "check", "compile", "deferred_batch_norm", "draw", "parse_schedule", "profile", "reference", "schedules", "skip",
+    "torch_csv",
 ]

@@ -95,6 +95,17 @@ def run_trace(arguments: Arguments) -> int:
     return 0
 
 
+def run_export(arguments: Arguments) -> int:
+    plan = compile_given(_one(arguments), arguments)
+    text = plan.to_torch_csv(arguments.output)
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        print(f"wrote {arguments.output}: {plan.devices} ranks, {len(plan.chunks)} stages, "
+              f"{plan.microbatches} microbatches")
+    return 0
+
+
 def _file_name(given: Given) -> str:
     return re.sub(r"[^\w.-]+", "_", given.name) or "pipeline"
 
@@ -222,6 +233,12 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     _output(parser, "the trace: .json, or .json.gz (default: the pipeline's name and .trace.json)")
 
 
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    add_compile_options(parser)
+    _output(parser, "the CSV (default: print it)")
+
+
 def _draw_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     add_compile_options(parser)
@@ -310,6 +327,16 @@ COMMANDS = (
         ),
         _trace_arguments,
         run_trace,
+    ),
+    Command(
+        "export",
+        "write the order as a CSV that PyTorch's pipelining runs",
+        (
+            "pipec export --stages 8 --devices 4 --microbatches 8 --schedule zb-v -o zb-v.csv",
+            "pipec export plan.json",
+        ),
+        _export_arguments,
+        run_export,
     ),
     Command(
         "schedules",

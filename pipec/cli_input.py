@@ -19,7 +19,7 @@ from pipec.costs import Activations, Costs, StageCosts, activations
 from pipec.dsl import Pipeline, chain
 from pipec.errors import PipecError
 from pipec.ir import Plan
-from pipec.schedules import Policy, find_schedule
+from pipec.schedules import Policy, find_schedule, torch_csv
 from pipec.spec import Spec
 
 Arguments = argparse.Namespace
@@ -122,7 +122,9 @@ def _part(module: Any, name: str, path: Path) -> Any:
 
 
 def load_schedule(text: str) -> Policy:
-    """A schedule by name, or a function or object of a script: ``file.py:mine``."""
+    """A schedule by name, a function or object of a script, ``file.py:mine``, or a CSV of PyTorch's pipelining."""
+    if text.endswith(".csv"):
+        return torch_csv(_file(text))
     match = re.fullmatch(r"(.+\.py):([\w.]+)", text)
     if match is None:
         return find_schedule(text)
@@ -205,12 +207,13 @@ def compile_with(given: Given, arguments: Arguments, schedule: str) -> Plan:
             given.plan.verify(memory_limit=arguments.memory_limit)
         return given.plan
     assert given.spec is not None
-    devices = arguments.devices or _devices(given.spec)
+    policy = load_schedule(schedule)
+    devices = arguments.devices or getattr(policy, "devices", None) or _devices(given.spec)
     return compile_plan(
         given.spec,
         devices,
-        arguments.microbatches if arguments.microbatches is not None else 2 * devices,
-        load_schedule(schedule),
+        arguments.microbatches or getattr(policy, "microbatches", None) or 2 * devices,
+        policy,
         placement=arguments.placement,
         chunks=arguments.chunks,
         recompute=(arguments.recompute or "never").replace("-", "_"),
@@ -326,9 +329,9 @@ def add_compile_options(parser: argparse.ArgumentParser, several: bool = False) 
     group.add_argument(
         "--schedule",
         metavar="NAME",
-        help="names or file.py:function, separated by commas (default: all)"
+        help="names, file.py:function or a CSV of PyTorch's pipelining, separated by commas (default: all)"
         if several
-        else "a name that `pipec schedules` lists, or file.py:function (default: 1f1b)",
+        else "a name that `pipec schedules` lists, file.py:function, or a CSV of PyTorch's pipelining (default: 1f1b)",
     )
     group.add_argument("--placement", choices=("linear", "looped", "v"), help="default: the schedule's own")
     group.add_argument("--chunks", type=count, metavar="V", help="chunks per device, for a looped placement")

@@ -19,15 +19,15 @@ from pipec.passes.place import place
 from pipec.passes.recompute import recompute as recompute_pass
 from pipec.passes.updates import updates
 from pipec.schedules import find_schedule
-from pipec.schedules.base import Policy, Problem
+from pipec.schedules.base import Policy, Problem, policy_name
 from pipec.spec import Graph
 from pipec.verify import verify
 
 
 def compile(  # noqa: A001 - the verb of this library
     pipeline: Any,
-    devices: int,
-    microbatches: int = 1,
+    devices: int | None = None,
+    microbatches: int | None = None,
     schedule: str | Policy = "1f1b",
     *,
     placement: str | Mapping[str, int] | Sequence[int] | None = None,
@@ -43,8 +43,8 @@ def compile(  # noqa: A001 - the verb of this library
 
     Args:
         pipeline: a Pipeline or Spec.
-        devices: number of logical devices.
-        microbatches: pieces a minibatch is cut into.
+        devices: number of logical devices; by default those that a schedule from a file is written for.
+        microbatches: pieces a minibatch is cut into; by default as the schedule says, else 1.
         schedule: a name (see :func:`pipec.schedules`), an object with a method ``order(problem)``, or a function.
         placement: "linear", "looped", "v", a mapping from stage names to devices, or one device per stage; by
             default the stages' ``device=``, else the schedule's own.
@@ -60,6 +60,11 @@ def compile(  # noqa: A001 - the verb of this library
         SpecError, ScheduleError, PlanError: the declaration, the choice of schedule, or the plan is at fault.
     """
     spec = pipeline.spec
+    policy = find_schedule(schedule)
+    devices = getattr(policy, "devices", None) if devices is None else devices
+    microbatches = getattr(policy, "microbatches", 1) if microbatches is None else microbatches
+    if devices is None:
+        raise ScheduleError(f"devices= is needed: schedule {policy_name(policy)!r} does not say for how many it is")
     for name, number in (("devices", devices), ("microbatches", microbatches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{name} must be a whole number of at least 1, got {number!r}")
@@ -74,7 +79,6 @@ def compile(  # noqa: A001 - the verb of this library
         if not isinstance(costs, Costs):
             raise SpecError(f"costs must be pipec.Costs(...), got {type(costs).__name__}")
         costs.check(spec.graph)
-    policy = find_schedule(schedule)
     default = getattr(policy, "placement", "linear")
     made = place(spec, devices, placement, chunks or getattr(policy, "chunks", None), costs, default)
     recipe = Recipe(policy, recompute, update, update_early, not forward_only, memory_limit)

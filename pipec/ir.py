@@ -346,6 +346,12 @@ class Plan:
 
         save(self, path)
 
+    def to_torch_csv(self, path: str | Path | None = None) -> str:
+        """The order as a CSV that PyTorch's pipelining loads, also written to ``path``. See :mod:`pipec.export`."""
+        from pipec.export import to_torch_csv
+
+        return to_torch_csv(self, path)
+
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan written by :meth:`save`."""

@@ -16,14 +16,14 @@ PLACEMENTS = ("linear", "looped", "v")
 
 def place(
     spec: Spec, devices: int, placement: Any = None, chunks: int | None = None, costs: Costs | None = None,
-    default: str = "linear",
+    default: str | tuple[int, ...] = "linear",
 ) -> tuple[Chunk, ...]:
     """Cut the stages into chunks and give each a device.
 
     Args:
         placement: "linear" (one chunk a device), "looped" (chunk c on device c mod D), "v" (two chunks a device,
             down and back up), a mapping from stage names to devices, or one device per stage. None: the
-            ``device=`` of the stages if there are any, else ``default``.
+            ``device=`` of the stages if there are any, else ``default``, a name or the device of every chunk.
         chunks: chunks per device for "looped".
         costs: neighbours are grouped so that the dearest chunk is as cheap as possible.
 
@@ -34,6 +34,8 @@ def place(
     if placement is None:
         if any(device is not None for device in own):
             return _mapped(spec, devices, _inherit(own))
+        if isinstance(default, tuple):
+            return _listed(spec, devices, default, costs or Costs())
         placement = default
     elif any(device is not None for device in own):
         raise ScheduleError(
@@ -115,15 +117,31 @@ def _regular(spec: Spec, devices: int, placement: str, chunks: int | None, costs
             f"pipeline {spec.name!r} has {stages} stages, too few for {devices} devices{each}, which need {count}; "
             f"{advice} or declare more stages"
         )
+    folded = [2 * devices - 1 - c if placement == "v" and c >= devices else c % devices for c in range(count)]
+    return _cut(spec, folded, costs)
+
+
+def _listed(spec: Spec, devices: int, of_chunk: tuple[int, ...], costs: Costs) -> tuple[Chunk, ...]:
+    """As many chunks as a schedule lists devices for."""
+    written = 1 + max(of_chunk)
+    if written != devices:
+        raise ScheduleError(f"the schedule is written for {written} devices, but devices={devices}; leave devices out")
+    if len(spec.stages) < len(of_chunk):
+        raise ScheduleError(
+            f"pipeline {spec.name!r} has {len(spec.stages)} stages, too few for the {len(of_chunk)} chunks that the "
+            "schedule is written for; declare more stages"
+        )
+    return _cut(spec, of_chunk, costs)
+
+
+def _cut(spec: Spec, of_chunk: Sequence[int], costs: Costs) -> tuple[Chunk, ...]:
+    """Chunks of neighbouring stages on the given devices, balanced by what the stages cost."""
     weights = [
         costs.duration(Kind.FORWARD, s.name) + costs.duration(Kind.BACKWARD, s.name) for s in spec.stages
     ]
     made = []
     first = 0
-    for index, size in enumerate(balance(weights, count)):
-        device = index % devices
-        if placement == "v" and index >= devices:
-            device = 2 * devices - 1 - index
+    for index, (device, size) in enumerate(zip(of_chunk, balance(weights, len(of_chunk)), strict=True)):
         made.append(Chunk(index, device, tuple(range(first, first + size))))
         first += size
     return tuple(made)

@@ -15,6 +15,7 @@ from pipec.schedules.interleaved_zero_bubble import InterleavedZeroBubble
 from pipec.schedules.looped_bfs import LoopedBFS
 from pipec.schedules.merge import merge
 from pipec.schedules.one_f_one_b import EagerOneFOneB, OneFOneB
+from pipec.schedules.torch_rows import TorchSchedule, parse_torch_csv, torch_csv
 from pipec.schedules.v_half import VHalf
 from pipec.schedules.v_min import VMin
 from pipec.schedules.wave import Wave
@@ -70,6 +71,7 @@ def find_schedule(schedule: Any) -> Policy:
 __all__ = [
     "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "EagerOneFOneB", "F", "GPipe", "I",
     "InterleavedOneFOneB", "InterleavedZeroBubble", "LoopedBFS", "OneFOneB", "Op", "Order", "Policy",
-    "Problem", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "VHalf", "VMin", "W", "Wave",
-    "find_schedule", "format_schedule", "list_schedules", "merge", "parse_schedule", "policy_name",
+    "Problem", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "TorchSchedule", "VHalf", "VMin", "W",
+    "Wave", "find_schedule", "format_schedule", "list_schedules", "merge", "parse_schedule", "parse_torch_csv",
+    "policy_name", "torch_csv",
 ]
