@@ -103,6 +103,8 @@ class Costs:
         gradients: bytes of a value's gradient where it is not as large as the value (integers have none).
         saved_values: bytes of a value that the graph of the stage that made it saves as well (Tanh does).
         unit: the unit of time, for titles and tables.
+        overlap: tasks that a schedule runs as one (a fused forward and backward) take the sum of their durations times
+            this; 1: nothing is gained.
     """
 
     forward: float = field(default=1.0, validator=_not_negative)
@@ -117,6 +119,7 @@ class Costs:
     gradients: dict[str, int] = field(factory=dict, converter=_value_bytes)
     saved_values: dict[str, int] = field(factory=dict, converter=_value_bytes)
     unit: str = ""
+    overlap: float = field(default=1.0, validator=_not_negative)
 
     def __attrs_post_init__(self) -> None:
         if self.bandwidth is not None and not (_is_number(self.bandwidth) and self.bandwidth > 0):
@@ -150,6 +153,7 @@ class Costs:
         unit = f" {self.unit}" if self.unit else ""
         said = {f.name: getattr(self, f.name) for f in fields(type(self))}
         defaults = [f"{name} {value:.4g}{unit}" for name in DURATIONS if (value := said[name]) is not None]
+        defaults += [f"overlap {self.overlap:.4g}"] if self.overlap != 1.0 else []
         lines = ["costs: " + ", ".join(defaults)]
         if self.bandwidth is not None:
             lines.append(f"bandwidth {self.bandwidth:.4g} bytes per{unit or ' unit of time'}")

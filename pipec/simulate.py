@@ -3,9 +3,15 @@
 Lanes are in-order queues; a task starts when its lane is free and all it waits for has ended (copies: has
 arrived). A COPY occupies the copy-out lane of its source and the copy-in lane of its target for bytes/bandwidth
 and arrives ``latency`` later; one without transfer time occupies no lane.
+
+An overlap group is one task: it starts when all its members can, takes ``Costs.overlap`` x the sum of their durations,
+and hands on what they make when it ends. Its members stand in it one after another, so that times add up.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +34,7 @@ def durations(plan: Plan, costs: Costs) -> Floats:
     trained = sorted({int(s) for s in table.stage[np.isin(table.kind, BACKWARDS)]})
     by_stage[Kind.UPDATE, -1] = sum(by_stage[Kind.UPDATE, s] for s in trained)  # an UPDATE of all stages
     made = by_stage[table.kind, table.stage] / plan.slices
+    made[table.group > 0] *= costs.overlap
     if costs.bandwidth is not None:
         copies = np.flatnonzero(table.kind == Kind.COPY)
         sizes = value_bytes(plan, costs)
@@ -75,28 +82,53 @@ def run_clock(plan: Plan, duration: Floats, latency: float) -> tuple[Floats, Flo
     bounds, ids = plan.waits.start.tolist(), plan.waits.ids.tolist()
     free, last = [0.0] * (3 * plan.devices), [-1] * (3 * plan.devices)
     starts, ends, arrive, cause = [0.0] * count, [0.0] * count, [0.0] * count, [-1] * count
-    for task in execution_order(plan):
+    order = execution_order(plan)
+    groups = _groups(plan, order)
+    closing = {task: tasks[-1] for tasks in groups.values() for task in tasks}
+    for task in order:
+        members = groups.get(task)
+        if members is None and task in closing:
+            continue  # ran with the first of its group
         own, other, span = lane[task], second[task], spans[task]
         begin, why = 0.0, -1
         if other < 0 or span:
             begin, why = free[own], last[own]
             if other >= 0 and free[other] > begin:
                 begin, why = free[other], last[other]
-        for k in range(bounds[task], bounds[task + 1]):
-            need = ids[k]
+        needs = ids[bounds[task] : bounds[task + 1]]
+        if members is not None:
+            needs = [need for member in members for need in ids[bounds[member] : bounds[member + 1]]]
+        for need in needs:
             if arrive[need] > begin or (why < 0 and arrive[need] >= begin):
-                begin, why = arrive[need], need
+                begin, why = arrive[need], closing.get(need, need)
         finish = begin + span
         starts[task], ends[task], cause[task] = begin, finish, why
+        if members is not None:
+            for before, member in pairwise(members):
+                starts[member], cause[member] = finish, before
+                ends[member] = finish = finish + spans[member]
+            for member in members:
+                arrive[member] = finish
         arrive[task] = finish
         if other < 0:
-            free[own], last[own] = finish, task
+            free[own], last[own] = finish, task if members is None else members[-1]
         else:
             arrive[task] = finish + latency
             if span:
                 free[own], last[own] = finish, task
                 free[other], last[other] = finish, task
     return np.asarray(starts), np.asarray(ends), np.asarray(cause, np.int32)
+
+
+def _groups(plan: Plan, order: Sequence[int]) -> dict[int, list[int]]:
+    """Overlap groups by the first of their tasks."""
+    numbers = plan.table.group
+    found: dict[int, list[int]] = {}
+    if numbers.any():
+        for task in order:
+            if numbers[task]:
+                found.setdefault(int(numbers[task]), []).append(task)
+    return {tasks[0]: tasks for tasks in found.values()}
 
 
 def shares(plan: Plan) -> Floats:

@@ -208,7 +208,10 @@ def options(draw: Any, recipe: Recipe) -> dict[str, Any]:
     placement: Any = None
     if schedule == "random":
         schedule = any_order(draw(st.integers(0, 1000)), split=False)
-    if schedule not in ("interleaved-1f1b", "looped-bfs"):
+    if schedule == "dualpipe-v":  # two chunks per device
+        devices = min(devices, count // 2) or 1
+        schedule = schedule if count > 1 else "1f1b"
+    elif schedule not in ("interleaved-1f1b", "looped-bfs"):
         kinds = ["linear", "looped", "mapping"] + (["v"] if count >= 2 * devices else [])
         placement = draw(st.sampled_from(kinds))
         if placement == "mapping":

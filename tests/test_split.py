@@ -28,7 +28,7 @@ from pipec.runtime.borders import anchored
 from pipec.runtime.executor import Device
 from pipec.runtime.split import input_half
 from pipec.runtime.stages import bind
-from pipec.schedules import REGISTRY
+from pipec.schedules import REGISTRY, tasks_of
 from pipec.simulate import buffer_bytes, later_bytes
 
 __all__ = ["kept_streams"]
@@ -43,7 +43,7 @@ def halves(schedule: str = "1f1b", seed: int | None = None, delay: int = 0) -> A
         for row in policy.order(problem):
             made: list[Any] = []
             waiting: list[tuple[int, Any]] = []
-            for place, (kind, chunk, m) in enumerate(row):
+            for place, (kind, chunk, m) in enumerate(tasks_of(row)):
                 made += [w for due, w in waiting if due <= place]
                 waiting = [(due, w) for due, w in waiting if due > place]
                 made.append((3 if kind == 2 else kind, chunk, m))

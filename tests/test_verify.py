@@ -82,6 +82,7 @@ def test_report_prints() -> None:
             "  form: holds",
             "  tasks: holds",
             "  order: holds",
+            "  groups: holds",
             "  progress: holds",
             "  waits: holds",
             "  lifetimes: holds",

@@ -21,7 +21,8 @@ from pipec.schedules.rhythm import SAFE, Rhythm, best_order, laps_of, rehearsal,
 from pipec.schedules.zb_h1 import delayed_weights
 from pipec.schedules.zb_v import HALF, NARROW, WIDE
 
-SPLIT = [name for name, make in REGISTRY.items() if getattr(make(), "split", False)]
+MIXED = ["dualpipe-v"]  # some backwards whole, some in halves
+SPLIT = [name for name, make in REGISTRY.items() if getattr(make(), "split", False) and name not in MIXED]
 CAPS = {
     "zb-h1": lambda P: P, "zb-h2": lambda P: 2 * P - 1, "zb-1p": lambda P: P, "zb-2p": lambda P: 2 * P,
     "interleaved-zero-bubble": lambda P: P, "zb-v": lambda P: P, "v-half": lambda P: (P + 2) // 2,

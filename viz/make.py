@@ -141,6 +141,11 @@ WORDS = {
         "ZB-V under a cap of about a third of 1F1B's activations, for about its bubble.",
         "when memory is what limits the model.",
     ),
+    "dualpipe-v": (
+        "A V in which forwards and backwards of different microbatches meet: framed pairs run as one task, so that "
+        "each hides the communication inside the other. Here a pair costs what its two tasks cost.",
+        "when stages communicate inside, as experts do, and a fused forward and backward pays.",
+    ),
 }
 
 

@@ -81,6 +81,21 @@ def index_of(draft: Draft) -> Index:
     return Index(draft.table, len(draft.graph.stages), draft.microbatches, draft.slices, draft.replicas)
 
 
+def leaders(table: Table) -> npt.NDArray[np.int64]:
+    """Per row the first row of its overlap group, itself without one."""
+    rows = np.arange(len(table))
+    own = np.flatnonzero(table.group)
+    if len(own):
+        _, first, which = np.unique(table.group[own], return_index=True, return_inverse=True)
+        rows[own] = own[first[which]]
+    return rows
+
+
+def last_of_groups(table: Table) -> npt.NDArray[np.int64]:
+    """Per row the last row of its overlap group, itself without one."""
+    return len(table) - 1 - leaders(table.take(np.arange(len(table))[::-1]))[::-1]
+
+
 def pairs(task: npt.NDArray[Any], needs: npt.NDArray[Any]) -> Pairs:
     """The pairs of both columns where both tasks exist."""
     there = (task >= 0) & (needs >= 0)

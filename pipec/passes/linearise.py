@@ -5,31 +5,65 @@ Task ids are positions in this order, so later passes and every reader of the pl
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 from attrs import evolve
 
-from pipec.errors import PlanError
+from pipec.errors import PlanError, ScheduleError
 from pipec.ir import Column, Kind, Table
-from pipec.passes.draft import Draft, data_edges, index_of, to_csr
+from pipec.passes.draft import Draft, data_edges, index_of, leaders, to_csr
 from pipec.topology import clock
 
-TICKS = {Kind.BACKWARD: 2}  # all others: 1
+Rows = npt.NDArray[Any]
 
 
 def linearise(draft: Draft) -> Draft:
     """Sort the rows by when they end if a whole backward takes two ticks and everything else one.
 
+    An overlap group is one task here, of all its members' needs and ticks, so that its members end up side by side
+    and could run at once. Groups are numbered in the order made.
+
     Raises:
         PlanError: on a deadlock, with the task at which every device stands and what it waits for.
+        ScheduleError: a task needs another of its group.
     """
     table = draft.table
-    start, needs = to_csr(data_edges(draft.graph, index_of(draft)), len(table))
-    lists = [np.flatnonzero(table.device == d).tolist() for d in range(draft.devices)]
-    ticks = np.where(table.kind == Kind.BACKWARD, 2, 1).tolist()
-    ends, reached = clock(lists, start, needs, ticks)
+    leader = leaders(table)
+    task, need = data_edges(draft.graph, index_of(draft))
+    _check_independent(draft, task, need, leader)
+    start, needs = to_csr((leader[task], leader[need]), len(table))
+    lists = [np.flatnonzero((table.device == d) & (leader == np.arange(len(table)))).tolist()
+             for d in range(draft.devices)]
+    ticks = np.bincount(leader, np.where(table.kind == Kind.BACKWARD, 2, 1), len(table)).astype(np.int64)
+    ends, reached = clock(lists, start, needs, ticks.tolist())
+    ends = ends[leader]
     if len(table) and not ends.all():
         raise PlanError(deadlock(f"schedule {draft.schedule!r}", table, lists, reached, start, needs, ends))
-    return evolve(draft, table=table.take(np.lexsort((table.device, ends))))
+    return evolve(draft, table=_numbered(table.take(np.lexsort((table.device, ends)))))
+
+
+def _check_independent(draft: Draft, task: Rows, need: Rows, leader: Rows) -> None:
+    """Raise ScheduleError when a task of an overlap group needs another of the same group."""
+    inside = np.flatnonzero((leader[task] == leader[need]) & (draft.table.group[task] > 0))
+    if len(inside):
+        first = draft.table.task(int(task[inside[0]])), draft.table.task(int(need[inside[0]]))
+        raise ScheduleError(
+            f"schedule {draft.schedule!r}: {first[0]} and {first[1]} overlap, but {first[0]} needs {first[1]}; "
+            "only tasks that do not need each other can run as one"
+        )
+
+
+def _numbered(table: Table) -> Table:
+    """The table with its overlap groups numbered 1, 2, ... in the order of the rows."""
+    own = np.flatnonzero(table.group)
+    if not len(own):
+        return table
+    _, first, which = np.unique(table.group[own], return_index=True, return_inverse=True)
+    group = table.group.copy()
+    group[own] = np.argsort(np.argsort(first))[which] + 1
+    return evolve(table, group=group)
 
 
 def deadlock(
@@ -46,6 +80,13 @@ def deadlock(
             continue
         task = queue[at]
         missing = [int(n) for n in needs[start[task] : start[task + 1]] if not ends[n]]
-        told = ", ".join(f"{table.task(n)} (device {table.device[n]})" for n in missing) or "its turn on the other lane"
-        lines.append(f"  {name} stands at {table.task(task)}, which waits for {told}")
+        told = ", ".join(f"{_name(table, n)} (device {table.device[n]})" for n in missing)
+        told = told or "its turn on the other lane"
+        lines.append(f"  {name} stands at {_name(table, task)}, which waits for {told}")
     return "\n".join(lines)
+
+
+def _name(table: Table, row: int) -> str:
+    """A task as it prints, with those of its overlap group: ``0F3&3B1``."""
+    own = np.flatnonzero(table.group == table.group[row]) if table.group[row] else [row]
+    return "&".join(str(table.task(int(i))) for i in own)

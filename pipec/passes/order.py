@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from pipec.errors import Problem as Fault
 from pipec.errors import ScheduleError, raise_all
-from pipec.ir import BACKWARDS, Chunk, Kind, concat_tables, make_table
+from pipec.ir import BACKWARDS, Chunk, Kind, concat_tables
 from pipec.passes.draft import Draft
-from pipec.schedules.base import Op, Policy, Problem, policy_name
+from pipec.passes.expand import expand
+from pipec.schedules.base import Op, Overlap, Policy, Problem, op_name, policy_name
 from pipec.spec import Graph
 
 KINDS = (Kind.FORWARD, *BACKWARDS)
@@ -34,18 +35,21 @@ def chunk_edges(graph: Graph, chunks: tuple[Chunk, ...]) -> tuple[tuple[int, int
 def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True) -> Draft:
     """The compute tasks of every device as ``policy`` orders them, chunks expanded to stages.
 
-    A chunk's forward runs its stages in order, its backward in reverse; stages that no loss depends on have
-    no backward.
-
     Raises:
         ScheduleError: listing every task that is missing, repeated, unknown or on the wrong device.
     """
     name = policy_name(policy)
     make: Any = getattr(policy, "order", policy)
-    rows = check_order(problem, read_rows(make(problem), name), name)
+    given, groups = without_groups(read_rows(make(problem), name), name)
+    rows = check_order(problem, given, name)
     if not training:
-        rows = [row[row[:, 0] == Kind.FORWARD] for row in rows]
-    tables = [_expand(graph, problem.chunks, device, row) for device, row in enumerate(rows)]
+        kept = [row[:, 0] == Kind.FORWARD for row in rows]
+        rows = [row[keep] for row, keep in zip(rows, kept, strict=True)]
+        groups = [group[keep] for group, keep in zip(groups, kept, strict=True)]
+    tables = [
+        expand(graph, problem.chunks, device, row, group)
+        for device, (row, group) in enumerate(zip(rows, groups, strict=True))
+    ]
     return Draft(graph, problem.chunks, problem.devices, problem.microbatches, name, concat_tables(tables))
 
 
@@ -65,23 +69,33 @@ def _listed(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str)
 
 
-def _expand(graph: Graph, chunks: tuple[Chunk, ...], device: int, ops: Ops) -> Any:
-    if not len(ops):
-        return make_table(0)
-    kinds, owners, microbatches = ops[:, 0], ops[:, 1], ops[:, 2]
-    lists = [list(chunk.stages) for chunk in chunks]
-    back = [[s for s in reversed(stages) if graph.stages[s].backward] for stages in lists]
-    flat = np.asarray([s for stages in lists + back for s in stages], np.int32)
-    sizes = np.asarray([len(stages) for stages in lists + back])
-    first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-    key = owners + np.where(kinds == Kind.FORWARD, 0, len(chunks))
-    repeat = sizes[key]
-    rows = np.repeat(np.arange(len(ops)), repeat)
-    offset = np.arange(len(rows)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
-    return make_table(
-        len(rows), kind=kinds[rows], stage=flat[first[key[rows]] + offset], microbatch=microbatches[rows],
-        device=device,
-    )
+def without_groups(rows: list[list[Any]], name: str) -> tuple[list[list[Any]], list[Ops]]:
+    """The rows with the tasks of each overlap in its place, and per device and task the number of its overlap.
+
+    Raises:
+        ScheduleError: an overlap of fewer than two tasks.
+    """
+    plain: list[list[Any]] = []
+    groups: list[Ops] = []
+    count, faults = 0, []
+    for device, row in enumerate(rows):
+        if not any(isinstance(op, Overlap) for op in row):
+            plain.append(row)
+            groups.append(np.zeros(len(row), np.int64))
+            continue
+        ops: list[Any] = []
+        numbers: list[int] = []
+        for op in row:
+            own = list(op.ops) if isinstance(op, Overlap) else [op]
+            count += isinstance(op, Overlap)
+            if isinstance(op, Overlap) and len(own) < 2:
+                faults.append(Fault(f"device {device}: an overlap of {len(own)} tasks; it needs at least two"))
+            ops += own
+            numbers += [count if isinstance(op, Overlap) else 0] * len(own)
+        plain.append(ops)
+        groups.append(np.asarray(numbers, np.int64))
+    raise_all(f"schedule {name!r}", faults, ScheduleError, most=12)
+    return plain, groups
 
 
 def check_order(problem: Problem, rows: list[list[Any]], name: str) -> list[Ops]:
@@ -145,7 +159,7 @@ def _faults(problem: Problem, rows: list[list[Any]]) -> list[Fault]:
     if not faults:
         for op, times in counted.items():
             if times > 1:
-                faults.append(Fault(f"{_name(op)} is ordered {times} times"))
+                faults.append(Fault(f"{op_name(op)} is ordered {times} times"))
         for chunk in range(len(problem.chunks)):
             for m in range(problem.microbatches):
                 faults += [Fault(text) for text in _missing(counted, chunk, m)]
@@ -162,7 +176,7 @@ def _wrong(problem: Problem, device: int, op: Any) -> str | None:
         return f"{op!r} is no task; write F(chunk, microbatch) or B, I, W{text}"
     if kind not in KINDS:
         return f"{op!r} has no kind that a schedule orders"
-    name = _name((kind, chunk, microbatch))
+    name = op_name((kind, chunk, microbatch))
     if not 0 <= chunk < chunks:
         return f"{name}: there is no chunk {chunk}, only 0..{chunks - 1}"
     if not 0 <= microbatch < microbatches:
@@ -183,7 +197,3 @@ def _missing(counted: Counter[Op], chunk: int, m: int) -> list[str]:
     elif not whole and not first:
         found.append(f"{chunk}B{m} is missing")
     return found
-
-
-def _name(op: Op) -> str:
-    return f"{op[1]}{Kind(op[0]).letter}{op[2]}"

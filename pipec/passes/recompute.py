@@ -1,6 +1,7 @@
 """Recompute: a RECOMPUTE before the backward of every microbatch whose forward keeps nothing.
 
-The task needs only what the forward read, no gradient, so it runs while its device waits for one.
+The task needs only what the forward read, no gradient, so it runs while its device waits for one. It stands before
+the whole overlap group of its backward.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from attrs import evolve
 
 from pipec.errors import ScheduleError
 from pipec.ir import Kind, concat_tables
-from pipec.passes.draft import Draft, index_of
+from pipec.passes.draft import Draft, index_of, leaders
 
 MODES = ("never", "always", "except_last")
 
@@ -31,7 +32,7 @@ def recompute(draft: Draft, mode: str | Mapping[str, str] = "never") -> Draft:
     """
     mode = _underscored(mode)
     modes = stage_modes(draft, mode)
-    index = index_of(draft)
+    index, leader = index_of(draft), leaders(draft.table)
     microbatch = draft.table.microbatch
     tables, keys = [draft.table], [np.arange(len(draft.table)) * 2 + 1]
     for number, own in enumerate(modes):
@@ -43,8 +44,8 @@ def recompute(draft: Draft, mode: str | Mapping[str, str] = "never") -> Draft:
         if own == "never" or not len(rows):
             continue
         table = draft.table.take(rows)
-        tables.append(evolve(table, kind=np.full(len(rows), Kind.RECOMPUTE)))
-        keys.append(rows * 2)
+        tables.append(evolve(table, kind=np.full(len(rows), Kind.RECOMPUTE), group=np.zeros(len(rows))))
+        keys.append(leader[rows] * 2)
     joined = concat_tables(tables).take(np.argsort(np.concatenate(keys), kind="stable"))
     return evolve(draft, table=joined, recompute=_text(mode))
 

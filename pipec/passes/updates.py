@@ -7,7 +7,7 @@ from attrs import evolve
 
 from pipec.errors import ScheduleError
 from pipec.ir import Kind, concat_tables, make_table
-from pipec.passes.draft import Draft, index_of
+from pipec.passes.draft import Draft, index_of, last_of_groups
 
 UPDATES = (None, "stage", "all")
 
@@ -28,8 +28,10 @@ def updates(draft: Draft, update: str | None = None, early: bool = False) -> Dra
     if early and update != "stage":
         raise ScheduleError(f"update_early=True needs update='stage', got update={update!r}")
     index, size = index_of(draft), len(draft.table)
+    group_end = last_of_groups(draft.table)
     last = np.asarray([
-        index.last_backward(s).max(initial=-1) for s in range(len(draft.graph.stages))
+        group_end[own].max() if len(own := rows[rows >= 0]) else -1
+        for rows in (index.last_backward(s) for s in range(len(draft.graph.stages)))
     ])
     stages = np.flatnonzero(last >= 0)
     if update is None or not len(stages):

@@ -8,8 +8,8 @@ import numpy as np
 from attrs import frozen
 
 from pipec.ir import Kind, Lane, Task
-from pipec.render.dot import Box, Item, shorten, text_width
-from pipec.render.palette import CRITICAL, HUES, OTHER, WORDS, ink_on, mix, shade
+from pipec.render.dot import Box, Item, Line, shorten, text_width
+from pipec.render.palette import CRITICAL, HUES, INK, OTHER, WORDS, ink_on, mix, shade
 from pipec.render.window import View
 from pipec.timeline import Timeline
 
@@ -35,6 +35,7 @@ class Tasks:
     others_shown: bool
     has_copies: bool
     has_skips: bool
+    has_groups: bool
 
     @staticmethod
     def of(view: View, prefix: str, critical: bool) -> Tasks:
@@ -63,6 +64,7 @@ class Tasks:
             any(len(ids) for ids in view.others.values()),
             bool(len(copies)),
             bool(np.isin(copies, skips).any()),
+            bool(plan.table.group[shown].any()),
         )
 
     def colour(self, task: Task) -> str:
@@ -83,6 +85,9 @@ class Tasks:
         rows = [what, f"{start:.6g} to {end:.6g}{unit} ({end - start:.4g})"]
         if self.versions:
             rows.append(f"reads weight version {task.version}")
+        if task.group:
+            others = np.flatnonzero(plan.table.group == task.group)
+            rows.append("runs as one with " + ", ".join(str(plan.table.task(int(o))) for o in others if o != index))
         waits = [f"{plan.table.task(int(w))} (ends {timeline.end[int(w)]:.6g})" for w in plan.waits.of(index)[:4]]
         if waits:
             rows.append("waits for " + ", ".join(waits))
@@ -134,6 +139,19 @@ def task_boxes(
             else:
                 yield box
     yield from late
+
+
+def group_frames(tasks: Tasks, view: View, x: To, lane: dict[int, float], height: float) -> Iterator[Line]:
+    """A frame around the boxes of tasks that run as one."""
+    timeline, numbers = tasks.timeline, tasks.timeline.plan.table.group
+    for device, top in lane.items():
+        ids = view.shown[device][numbers[view.shown[device]] > 0]
+        for number in np.unique(numbers[ids]).tolist():
+            own = ids[numbers[ids] == number]
+            left, right = x(float(timeline.start[own].min())), x(float(timeline.end[own].max()))
+            up, down = top - 2.0, top + height + 2.0
+            corners = ((left, up), (right, up), (right, down), (left, down), (left, up))
+            yield Line(corners, INK, 1.1, id=f"{tasks.prefix}group-{number}", css="group")
 
 
 def _others(view: View, device: int, x: To, top: float, height: float) -> Iterator[Item]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipec.ir import Kind
 from pipec.render.dot import Box, Item, Line, Text, text_width
 from pipec.render.lanes import Tasks
-from pipec.render.palette import CRITICAL, HUES, LANE, OTHER, WORDS, shade
+from pipec.render.palette import CRITICAL, HUES, INK, LANE, OTHER, WORDS, shade
 
 LEFT = 14.0
 
@@ -34,6 +34,8 @@ def legend_items(
         entries.append(([(HUES[Kind.COPY], "#555555", 0.5)], "copy", "copy"))
     if any(t.critical_shown for t in all_tasks):
         entries.append(([("#FFFFFF", CRITICAL, 1.8)], "critical path", "critical"))
+    if any(t.has_groups for t in all_tasks):
+        entries.append(([("#FFFFFF", INK, 1.1)], "runs as one", "group"))
     if any(t.others_shown for t in all_tasks):
         entries.append(([(OTHER, OTHER, 0.5)], "other microbatches", "others"))
     entries.append(([(LANE, LANE, 0.5)], "bubble", "bubble"))

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from pipec.errors import RenderError
 from pipec.render.arrows import copy_arrows, critical_links
 from pipec.render.dot import Box, Item, Line, Text, printable, scene, shorten, text_width
-from pipec.render.lanes import LANE_HEIGHT, Tasks, copy_lane, task_boxes
+from pipec.render.lanes import LANE_HEIGHT, Tasks, copy_lane, group_frames, task_boxes
 from pipec.render.legend import legend_items
 from pipec.render.memory import FILLED, Memory, choose_memory, steps, strip
 from pipec.render.palette import AXIS, GRID, INK, LANE, LIMIT, PALE, WARN
@@ -296,6 +296,7 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
     if options.critical:
         items += critical_links(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
     items += task_boxes(tasks, panel.view, axis.x, axis.scale, panel.lane, panel.lane_height)
+    items += group_frames(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
     if options.lanes:
         for device, y in panel.lane.items():
             items += copy_lane(tasks, device, axis.x, panel.view, y + panel.lane_height + 2, panel.copy_height)

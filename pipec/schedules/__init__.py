@@ -6,9 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 from pipec.errors import ScheduleError
-from pipec.schedules.base import B, F, I, Op, Order, Policy, Problem, Schedule, W, policy_name
+from pipec.schedules.base import (
+    B,
+    F,
+    I,
+    Op,
+    Order,
+    Overlap,
+    Policy,
+    Problem,
+    Schedule,
+    W,
+    overlap,
+    policy_name,
+    tasks_of,
+)
 from pipec.schedules.catalog import ScheduleInfo, ScheduleTable, table_of
 from pipec.schedules.custom import TextSchedule, format_schedule, parse_schedule
+from pipec.schedules.dualpipe_v import DualPipeV
 from pipec.schedules.gpipe import GPipe
 from pipec.schedules.interleaved import InterleavedOneFOneB
 from pipec.schedules.interleaved_zero_bubble import InterleavedZeroBubble
@@ -38,6 +53,7 @@ REGISTRY: dict[str, Callable[[], Schedule]] = {
     "zb-v": ZBV,
     "v-half": VHalf,
     "v-min": VMin,
+    "dualpipe-v": DualPipeV,
 }
 
 
@@ -69,9 +85,9 @@ def find_schedule(schedule: Any) -> Policy:
 
 
 __all__ = [
-    "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "EagerOneFOneB", "F", "GPipe", "I",
-    "InterleavedOneFOneB", "InterleavedZeroBubble", "LoopedBFS", "OneFOneB", "Op", "Order", "Policy",
-    "Problem", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "TorchSchedule", "VHalf", "VMin", "W",
-    "Wave", "find_schedule", "format_schedule", "list_schedules", "merge", "parse_schedule", "parse_torch_csv",
-    "policy_name", "torch_csv",
+    "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "DualPipeV", "EagerOneFOneB", "F", "GPipe", "I",
+    "InterleavedOneFOneB", "InterleavedZeroBubble", "LoopedBFS", "OneFOneB", "Op", "Order", "Overlap",
+    "Policy", "Problem", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "TorchSchedule", "VHalf", "VMin",
+    "W", "Wave", "find_schedule", "format_schedule", "list_schedules", "merge", "overlap", "parse_schedule",
+    "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
 ]

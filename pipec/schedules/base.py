@@ -2,8 +2,8 @@
 
 A policy is an object with one method ``order(problem)``, or just a function of a :class:`Problem`. It
 answers, per device, the device's compute tasks in order, as :func:`F`, :func:`B`, :func:`I`, :func:`W` of a
-chunk and a microbatch. Everything else (recompute, copies, updates, waits, lifetimes) is added by later
-passes.
+chunk and a microbatch, and :func:`overlap` of those that are to run as one. Everything else (recompute, copies,
+updates, waits, lifetimes) is added by later passes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from pipec.costs import Activations, Costs
 from pipec.ir import Chunk, Kind
 
 Op = tuple[int, int, int]  # kind, chunk, microbatch
-Order = Iterable[Iterable[Op]]
+
+
+@frozen
+class Overlap:
+    """Tasks of one device that run as one: see :func:`overlap`."""
+
+    ops: tuple[Op, ...]
+
+    def __str__(self) -> str:
+        return "&".join(op_name(op) for op in self.ops)
+
+
+Order = Iterable[Iterable[Op | Overlap]]
 
 
 def F(chunk: int, microbatch: int) -> Op:  # noqa: N802 - the field's letters
@@ -38,6 +50,26 @@ def I(chunk: int, microbatch: int) -> Op:  # noqa: N802, E743
 def W(chunk: int, microbatch: int) -> Op:  # noqa: N802
     """Weight half of a chunk's backward."""
     return (4, chunk, microbatch)
+
+
+def overlap(*ops: Op) -> Overlap:
+    """Tasks that a device runs as one, a forward and a backward say: none of them needs another.
+
+    The group starts when all its tasks can and hands on what they make when all have ended. It costs the sum of its
+    tasks times ``Costs.overlap``. Where chunks have several stages, the first stages of each run as one, then the
+    second ones, and so on.
+    """
+    return Overlap(tuple(ops))
+
+
+def tasks_of(row: Iterable[Op | Overlap]) -> list[Op]:
+    """The tasks of a device's row, those of each overlap one after another."""
+    return [op for entry in row for op in (entry.ops if isinstance(entry, Overlap) else (entry,))]
+
+
+def op_name(op: Op) -> str:
+    """``0F3``: chunk, kind, microbatch."""
+    return f"{op[1]}{Kind(op[0]).letter}{op[2]}"
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""A schedule written down as text: one row per device, tokens as in ``0F0 1F0 1B0``."""
+"""A schedule written down as text: one row per device, tokens as in ``0F0 1F0 1B0``, ``0F3&3B1`` for an overlap."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from attrs import frozen
 
 from pipec.errors import ScheduleError
-from pipec.ir import LETTERS, Kind
-from pipec.schedules.base import Op, Order, Problem
+from pipec.ir import LETTERS
+from pipec.schedules.base import Op, Order, Overlap, Problem, op_name
 
 _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
 
@@ -17,7 +17,7 @@ _TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
 class TextSchedule:
     """The schedule that :func:`parse_schedule` read."""
 
-    rows: tuple[tuple[Op, ...], ...]
+    rows: tuple[tuple[Op | Overlap, ...], ...]
     name: str = "text"
     placement: str = "linear"
 
@@ -33,6 +33,7 @@ class TextSchedule:
 def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> TextSchedule:
     """Read a schedule: one line per device, tokens ``{chunk}{F|B|I|W}{microbatch}`` between blanks or commas.
 
+    Tasks joined by ``&`` run as one (see :func:`pipec.schedules.overlap`).
     Lines that are empty or start with ``#`` are skipped; a line may start with ``device n:`` or ``n:``.
 
     Raises:
@@ -43,13 +44,12 @@ def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> 
         line = re.sub(r"^\s*(device\s+)?\d+\s*:", "", line.split("#")[0]).strip()
         if not line:
             continue
-        row = []
+        row: list[Op | Overlap] = []
         for token in re.split(r"[\s,]+", line):
-            match = _TOKEN.fullmatch(token)
-            if match is None:
-                problems.append(f"line {number}: {token!r} is no task")
-            else:
-                row.append((int(LETTERS[match[2]]), int(match[1]), int(match[3])))
+            ops = [_read(part) for part in token.split("&")]
+            problems += [f"line {number}: {token!r} is no task"] if None in ops else []
+            there = tuple(op for op in ops if op is not None)
+            row += there if len(there) < 2 else [Overlap(there)]
         rows.append(tuple(row))
     if problems:
         raise ScheduleError(
@@ -59,6 +59,11 @@ def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> 
     return TextSchedule(tuple(rows), name, placement)
 
 
+def _read(token: str) -> Op | None:
+    match = _TOKEN.fullmatch(token)
+    return (int(LETTERS[match[2]]), int(match[1]), int(match[3])) if match else None
+
+
 def format_schedule(order: Order) -> str:
     """The text that :func:`parse_schedule` reads back."""
-    return "\n".join(" ".join(f"{c}{Kind(k).letter}{m}" for k, c, m in row) for row in order)
+    return "\n".join(" ".join(str(op) if isinstance(op, Overlap) else op_name(op) for op in row) for row in order)

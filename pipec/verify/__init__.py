@@ -15,6 +15,7 @@ from pipec.ir import Plan
 from pipec.verify.facts import Facts, NotChecked
 from pipec.verify.flow import copies, deadlock_story, progress, waits
 from pipec.verify.form import form
+from pipec.verify.groups import groups
 from pipec.verify.lifetimes import lifetimes, memory
 from pipec.verify.reach import Reach
 from pipec.verify.tasks import DECLARED, Declared, order, tasks, updates, versions
@@ -24,6 +25,7 @@ Check = Callable[[Facts], list[str] | NotChecked]
 INVARIANTS: dict[str, Check] = {
     "tasks": tasks,
     "order": order,
+    "groups": groups,
     "progress": progress,
     "waits": waits,
     "lifetimes": lifetimes,
@@ -100,7 +102,7 @@ def execution_order(plan: Plan) -> Sequence[int]:
     if reach.canonical:
         return range(reach.size)
     if reach.order is None:
-        raise PlanError(deadlock_story(plan, reach, reach.edges))
+        raise PlanError(deadlock_story(plan, reach, reach.united))
     return [int(task) for task in reach.order]
 
 

@@ -20,13 +20,13 @@ def progress(facts: Facts) -> list[str]:
     """
     reach, plan = facts.reach, facts.plan
     if reach.order is None:
-        return [deadlock_story(plan, reach, reach.edges)]
+        return [deadlock_story(plan, reach, reach.united)]
     needs = [(need.after, need.before) for need in (*facts.own_needs, *facts.data_needs)]
     place = np.empty(reach.size, np.int64)
     place[reach.order] = np.arange(reach.size)
     if all(bool((place[before] < place[after]).all()) for after, before in needs):
         return []
-    edges = join([reach.edges, *needs])
+    edges = join([reach.united, *needs])
     ends, _ = reach.run(*to_csr(edges, reach.size))
     return [] if ends.all() else [deadlock_story(plan, reach, edges)]
 

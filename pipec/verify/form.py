@@ -72,6 +72,7 @@ def _table(plan: Plan) -> Iterator[str]:
         ("slice", 0, plan.slices),
         ("replica", 0, plan.replicas),
         ("version", 0, BIG),
+        ("group", 0, BIG),
         ("device", 0, plan.devices),
         ("peer", np.where(copy, 0, -1), np.where(copy, plan.devices, 0)),
         ("value", np.where(copy, 0, -1), np.where(copy, len(plan.graph.values), 0)),

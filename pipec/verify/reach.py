@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipec.ir import Plan
+from pipec.passes.draft import to_csr
 from pipec.topology import clock
 
 Rows = npt.NDArray[np.int64]
@@ -44,9 +45,33 @@ class Reach:
         return np.repeat(np.arange(self.size), np.diff(waits.start)), waits.ids.astype(np.int64)
 
     @cached_property
+    def united(self) -> tuple[Rows, Rows]:
+        """As ``edges``, and the first task of every overlap group waits for what any of its group waits for.
+
+        So nothing of a group runs before all of it can; tasks of a group follow each other on their lane.
+        """
+        task, need = self.edges
+        group = self.plan.table.group
+        if not group.any():
+            return task, need
+        more = np.flatnonzero(group[task])
+        return np.concatenate([task, self.first[task[more]]]), np.concatenate([need, need[more]])
+
+    @cached_property
+    def first(self) -> Rows:
+        """Per task the first of its overlap group on its lane, itself without one."""
+        group = self.plan.table.group
+        own = np.flatnonzero(group)
+        own = own[np.lexsort((self.place[0, own], group[own]))]
+        made = np.arange(self.size)
+        _, start, which = np.unique(group[own], return_index=True, return_inverse=True)
+        made[own] = own[start[which]] if len(own) else own
+        return made
+
+    @cached_property
     def canonical(self) -> bool:
         """Ids are an execution order: each wait has a smaller id than its task, and each lane ascends."""
-        task, need = self.edges
+        task, need = self.united
         return bool((need < task).all()) and all(
             bool((ids[1:] > ids[:-1]).all()) for lanes in self.plan.lanes for ids in lanes
         )
@@ -56,7 +81,7 @@ class Reach:
         """A topological order of lanes and waits, None where there is none."""
         if self.canonical:
             return np.arange(self.size)
-        ends, _ = self.run(self.plan.waits.start, self.plan.waits.ids)
+        ends, _ = self.run(*to_csr(self.united, self.size))
         return np.argsort(ends, kind="stable") if ends.all() else None
 
     def run(self, start: npt.NDArray[np.int32], needs: npt.NDArray[np.int32]) -> tuple[Rows, list[int]]:

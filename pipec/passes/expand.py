@@ -1,0 +1,54 @@
+"""Expand: the ordered tasks of chunks become those of their stages."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pipec.ir import Chunk, Kind, Table, make_table
+from pipec.spec import Graph
+
+Ints = npt.NDArray[np.int64]
+
+
+def expand(graph: Graph, chunks: tuple[Chunk, ...], device: int, ops: Ints, groups: Ints) -> Table:
+    """The stage tasks of one device.
+
+    A chunk's forward runs its stages in order, its backward in reverse; stages that no loss depends on have no
+    backward. Chunk tasks that run as one take turns: their first stage tasks become one group, then the second ones;
+    a task that is left over alone is in no group.
+
+    Args:
+        ops: (tasks, 3): kind, chunk, microbatch.
+        groups: per task the number of its overlap group, 0 for none.
+    """
+    if not len(ops):
+        return make_table(0)
+    kinds, owners, microbatches = ops[:, 0], ops[:, 1], ops[:, 2]
+    lists = [list(chunk.stages) for chunk in chunks]
+    back = [[s for s in reversed(stages) if graph.stages[s].backward] for stages in lists]
+    flat = np.asarray([s for stages in lists + back for s in stages], np.int32)
+    sizes = np.asarray([len(stages) for stages in lists + back])
+    first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    key = owners + np.where(kinds == Kind.FORWARD, 0, len(chunks))
+    repeat = sizes[key]
+    rows = np.repeat(np.arange(len(ops)), repeat)
+    offset = np.arange(len(rows)) - np.repeat(np.cumsum(repeat) - repeat, repeat)
+    group = np.zeros(len(rows), np.int64)
+    if groups.any():
+        rows, offset, group = _take_turns(rows, offset, groups, int(sizes.max()))
+    return make_table(
+        len(rows), kind=kinds[rows], stage=flat[first[key[rows]] + offset], microbatch=microbatches[rows],
+        group=group, device=device,
+    )
+
+
+def _take_turns(rows: Ints, offset: Ints, groups: Ints, most: int) -> tuple[Ints, Ints, Ints]:
+    """Rows and offsets as the tasks of a group take turns, at most ``most`` each, and the group of each turn."""
+    _, index, which = np.unique(groups, return_index=True, return_inverse=True)
+    leader = np.where(groups > 0, index[which], np.arange(len(groups)))
+    order = np.lexsort((rows, offset, leader[rows]))
+    rows, offset = rows[order], offset[order]
+    turn = np.where(groups[rows] > 0, groups[rows] * most + offset, 0)
+    _, inverse, counts = np.unique(turn, return_inverse=True, return_counts=True)
+    return rows, offset, np.where(counts[inverse] > 1, turn, 0)
