@@ -348,7 +348,7 @@ def runner(net: pipec.Pipeline, devices: int = 2, microbatches: int = 4, schedul
 MATRIX = [
     (devices, schedule, recompute, backend)
     for devices in (1, 2, 3) for schedule in ("gpipe", "1f1b") for recompute in ("never", "always")
-    for backend in ("threads", "replay")
+    for backend in ("threads", "replay", "lanes")
 ]
 
 

@@ -20,7 +20,7 @@ from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.context import Context
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure, describe
-from pipec.runtime.program import Op
+from pipec.runtime.program import Op, Route
 from pipec.runtime.step import Step
 
 LOG = logging.getLogger("pipec")
@@ -30,6 +30,9 @@ class Backend(Protocol):
     """Runs a list of tasks on every device and returns when all have ended, with what one of them raised."""
 
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None: ...
+
+    def channels(self, routes: tuple[Route, ...]) -> Channels | None:
+        """The channels of a step, None for those that hand over by reference."""
 
     def close(self) -> None: ...
 
@@ -49,6 +52,9 @@ class Replay:
                 devices[device].run(run)
             except BaseException as error:
                 return Failure(devices[device].at, error)
+        return None
+
+    def channels(self, routes: tuple[Route, ...]) -> Channels | None:
         return None
 
     def close(self) -> None:
@@ -135,6 +141,9 @@ class Threads:
                 if before == ended:
                     LOG.warning("%s", standstill(devices, self.watchdog))
 
+    def channels(self, routes: tuple[Route, ...]) -> Channels | None:
+        return None
+
     def close(self) -> None:
         """End the workers and wait for them."""
         self._closed = True
@@ -176,6 +185,9 @@ class Auto:
         if tasks:
             spent = sum(step.ends[task] - step.starts[task] for task in tasks)
             self._overlap[step.plan.training] = spent >= PAYS_FROM * len(tasks)
+
+    def channels(self, routes: tuple[Route, ...]) -> Channels | None:
+        return None
 
     def close(self) -> None:
         """End the workers, if there are any."""

@@ -6,6 +6,7 @@ shape: one tensor or None, or a list with one entry per leaf.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -164,6 +165,21 @@ class Parcel:
         own = Parcel(self._readers)
         own.receive(self)
         return own
+
+    def mapped(self, fn: Callable[[Gradient], Gradient]) -> Parcel:
+        """The same parcel of what ``fn`` makes of each gradient in it."""
+        made = Parcel(self._readers)
+        made._left, made._total = self._left, fn(self._total)
+        made._waiting = {reader: fn(gradient) for reader, gradient in self._waiting.items()}
+        made._others = [other.mapped(fn) for other in self._others]
+        return made
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor in it."""
+        for gradient in (self._total, *self._waiting.values()):
+            yield from (one for one in (gradient if isinstance(gradient, list) else [gradient]) if one is not None)
+        for other in self._others:
+            yield from other.tensors()
 
     def sum(self) -> Gradient:
         """All that arrived, as one gradient."""

@@ -60,11 +60,12 @@ DONE: Any = object()  # in place of a Half whose weight half had nothing left to
 class Device:
     """One logical device during a step: its slots and the task it is at."""
 
-    __slots__ = ("at", "channels", "index", "received", "stages", "step", "store")
+    __slots__ = ("at", "channels", "index", "inputs", "received", "stages", "step", "store")
 
     def __init__(self, index: int, slots: int, stages: list[Stage], step: Step, channels: Channels) -> None:
         self.index, self.stages, self.step, self.channels = index, stages, step, channels
         self.store: list[Any] = [None] * slots
+        self.inputs = step.inputs  # per input its microbatches, where this device can read them
         self.received: dict[Route, int] = defaultdict(int)
         self.at: Op | None = None
 
@@ -151,7 +152,7 @@ class Device:
     def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, list[Any]]:
         store, step = self.store, self.step
         packets = [store[slot] for slot in op.reads]
-        packets += [step.inputs[index][op.microbatch] for index in stage.inputs]
+        packets += [self.inputs[index][op.microbatch] for index in stage.inputs]
         values, leaves = stage.read(packets)
         versions = [version(packet) for packet in packets]
         with step.random.task(op.stage, op.microbatch, Purpose.FORWARD), hooks, stage.buffers.watch:

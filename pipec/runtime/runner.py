@@ -18,6 +18,7 @@ from pipec.runtime import checkpoint, names
 from pipec.runtime.backends import Auto, Backend, Replay, Threads
 from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.channels import Channels
+from pipec.runtime.cpu_lanes import CpuLanes
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
 from pipec.runtime.gradients import Accumulator, commit, shared_parameters
@@ -31,7 +32,7 @@ from pipec.runtime.step import Batch, Probe, Step
 from pipec.runtime.trace import measured
 from pipec.timeline import Timeline
 
-BACKENDS = ("auto", "threads", "replay")
+BACKENDS = ("auto", "threads", "replay", "lanes")
 _numbers = count()
 
 
@@ -46,7 +47,8 @@ class Runner:
             ``update="all"`` one optimizer, else nothing.
         backend: "threads" (a worker per device), "replay" (one thread), or by default "auto": one thread in the first
             step and while tasks take less than 0.2 ms on average, where threads only wait for Python's lock, else a
-            worker per device. The numbers are the same.
+            worker per device. "lanes" has a worker per lane (compute, copy out, copy in of every device) and copies
+            that really copy, in the order in which streams of GPUs would work. The numbers are the same.
         before_update: called with all trained parameters when all gradients are there and before any UPDATE
             (clipping).
         scaler: a ``torch.amp.GradScaler``; with UPDATE tasks the runner unscales, skips and adjusts it.
@@ -118,9 +120,12 @@ class Runner:
             raise RunError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
 
     def _make_backend(self, backend: str | None, watchdog: float | None) -> Backend:
+        name = f"{self.spec.name} {next(_numbers)}"
+        if backend == "lanes":
+            return CpuLanes(self.plan.devices, name)
         if backend == "replay" or (backend != "threads" and self.plan.devices == 1):
             return Replay()
-        threads = Threads(self.plan.devices, f"{self.spec.name} {next(_numbers)}", watchdog)
+        threads = Threads(self.plan.devices, name, watchdog)
         return threads if backend == "threads" else Auto(threads)
 
     # -- steps ----------------------------------------------------------------------------------------------
@@ -241,7 +246,7 @@ class Runner:
         return step.result()
 
     def _devices(self, program: Program, step: Step) -> tuple[list[Device], Channels]:
-        channels = Channels(program.routes)
+        channels = self._backend.channels(program.routes) or Channels(program.routes)
         return [Device(d, slots, self.stages, step, channels) for d, slots in enumerate(program.slots)], channels
 
     def _program(self, training: bool, microbatches: int) -> tuple[Plan, Program]:

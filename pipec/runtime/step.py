@@ -130,6 +130,7 @@ class Step:
 
     def forget(self) -> None:
         """Drop every tensor and callback; what is left are the times of the tasks."""
+        self.inputs.clear()  # devices hold the same list
         self.inputs, self.outputs, self.losses, self.input_gradients, self.accumulators = [], [], [], [], []
         self.batch.values = []
         self.snapshots = {}
