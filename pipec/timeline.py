@@ -63,10 +63,16 @@ class Timeline:
                 spans.append(float(self.end[ids].max() - self.start[ids].min()))
         return max(spans)
 
+    @cached_property
+    def _times(self) -> Floats:
+        """Time spent per kind and device, shape (kinds, devices)."""
+        table, devices = self.plan.table, self.plan.devices
+        key = table.kind.astype(np.int64) * devices + table.device
+        made = np.bincount(key, self.end - self.start, minlength=len(Kind) * devices)
+        return made.reshape(len(Kind), devices)
+
     def _time(self, device: int, kinds: tuple[Kind, ...]) -> float:
-        table = self.plan.table
-        own = (table.device == device) & np.isin(table.kind, kinds)
-        return float((self.end[own] - self.start[own]).sum())
+        return float(self._times[list(kinds), device].sum())
 
     @cached_property
     def useful(self) -> list[float]:

@@ -71,8 +71,9 @@ def copies(facts: Facts) -> list[str]:
         f"{facts.task(i)} is listed under stage {table.stage[i]}, which does not make the value"
         for i in wrong.tolist()
     ))
-    kept = np.concatenate([np.empty(0, np.int64), *facts.copies.values()])
-    extra = np.setdiff1d(ids, kept)
+    kept = np.zeros(len(table) + 1, bool)
+    kept[np.concatenate([[-1], *facts.copies.values()])] = True  # the last one stands for no copy
+    extra = ids[~kept[ids]]
     found += some(extra, (f"{facts.task(i)} stands more than once" for i in extra.tolist()))
     return found + _send_order(facts)
 

@@ -97,23 +97,28 @@ def _lanes(plan: Plan) -> Iterator[str]:
         yield f"the plan has lanes for {len(plan.lanes)} devices, but {plan.devices} devices"
         return
     copy = table.kind == Kind.COPY
-    for device, lanes in enumerate(plan.lanes):
-        here = table.device == device
-        belongs = (~copy & here, copy & here, copy & (table.peer == device))
-        for lane, ids, own in zip(Lane, lanes, belongs, strict=True):
+    homes = (np.where(copy, -1, table.device), np.where(copy, table.device, -1), np.where(copy, table.peer, -1))
+    for lane, home in zip(Lane, homes, strict=True):
+        times = np.zeros(size, np.int64)  # how often each task stands in a lane of this kind on its own device
+        for device, lanes in enumerate(plan.lanes):
             where = f"the {lane_name(lane)} lane of device {device}"
+            ids = lanes[lane]
             outside = ids[(ids < 0) | (ids >= size)]
             if len(outside):
                 yield f"{where} holds %{outside[0]}, but the tasks are %0..%{size - 1}"
+                times += home == device  # the others are not told on top
                 continue
-            times = np.bincount(ids, minlength=size)
-            for rows, what in (
-                (own & (times == 0), "is missing from"),
-                (~own & (times > 0), "does not belong in"),
-                (own & (times > 1), "stands twice in"),
-            ):
-                wrong = np.flatnonzero(rows)
-                yield from some(wrong, (f"{table.task(i)} (%{i}) {what} {where}" for i in wrong.tolist()))
+            at_home = home[ids] == device
+            np.add.at(times, ids[at_home], 1)
+            strays = np.unique(ids[~at_home])
+            yield from some(strays, (
+                f"{table.task(i)} (%{i}) does not belong in {where}" for i in strays.tolist()
+            ))
+        for wrong, what in (((home >= 0) & (times == 0), "is missing from"), (times > 1, "stands twice in")):
+            rows = np.flatnonzero(wrong)
+            yield from some(rows, (
+                f"{table.task(i)} (%{i}) {what} the {lane_name(lane)} lane of device {home[i]}" for i in rows.tolist()
+            ))
 
 
 def _waits(plan: Plan) -> Iterator[str]:

@@ -72,7 +72,7 @@ def lifetimes(facts: Facts) -> list[str] | NotChecked:
     that comes after all its readers on all lanes."""
     if facts.reach.order is None:
         return UNRUNNABLE
-    held = _held(facts)
+    held, twice = _held(facts)
     found: list[str] = []
     needs: list[Need] = []
     buffers = facts.plan.buffers
@@ -108,7 +108,10 @@ def lifetimes(facts: Facts) -> list[str] | NotChecked:
             f"device {buffers.device[i]} holds {buffers.token(i)}, which nothing there needs"
             for i in extra.tolist()
         ))
-    return found + _twice(facts) + _places(facts) + facts.unproved(needs)
+    found += some(twice, (
+        f"{buffers.token(i)} lives more than once on device {buffers.device[i]}" for i in twice.tolist()
+    ))
+    return found + _places(facts) + facts.unproved(needs)
 
 
 def _name(facts: Facts, want: Wanted, item: int) -> str:
@@ -127,28 +130,20 @@ def _keys(facts: Facts) -> Rows:
     return np.asarray(key * (devices + 1) + source + 1)
 
 
-def _held(facts: Facts) -> dict[tuple[int, int, int, int], Rows]:
-    """Rows of the buffers by (kind, ref, device, source) and item, -1 where there is none."""
+def _held(facts: Facts) -> tuple[dict[tuple[int, int, int, int], Rows], Rows]:
+    """Rows of the buffers by (kind, ref, device, source) and item, -1 where there is none; and the rows of buffers
+    that another one holds already."""
     devices, refs = facts.plan.devices, max(len(facts.graph.stages), len(facts.graph.values), 1)
     item = facts.item_of(facts.plan.buffers)
-    made = {}
+    made, twice = {}, [np.empty(0, np.int64)]
     for key, own in grouped(_keys(facts)):
         rows = np.full(facts.items, -1, np.int64)
-        rows[item[own]] = own
+        rows[item[own[::-1]]] = own[::-1]  # of several the first
+        twice.append(own[rows[item[own]] != own])
         key, source = divmod(key, devices + 1)
         key, device = divmod(key, devices)
         made[key // refs, key % refs, device, source - 1] = rows
-    return made
-
-
-def _twice(facts: Facts) -> list[str]:
-    buffers = facts.plan.buffers
-    key = _keys(facts) * facts.items + facts.item_of(buffers)
-    _, first = np.unique(key, return_index=True)
-    extra = np.setdiff1d(np.arange(len(buffers)), first)
-    return some(extra, (
-        f"{buffers.token(i)} lives more than once on device {buffers.device[i]}" for i in extra.tolist()
-    ))
+    return made, np.sort(np.concatenate(twice))
 
 
 def _places(facts: Facts) -> list[str]:
