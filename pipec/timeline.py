@@ -69,7 +69,7 @@ class Timeline:
         table, devices = self.plan.table, self.plan.devices
         key = table.kind.astype(np.int64) * devices + table.device
         made = np.bincount(key, self.end - self.start, minlength=len(Kind) * devices)
-        return made.reshape(len(Kind), devices)
+        return np.asarray(made.reshape(len(Kind), devices), np.float64)
 
     def _time(self, device: int, kinds: tuple[Kind, ...]) -> float:
         return float(self._times[list(kinds), device].sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,14 @@ def to_csr(given: Pairs, size: int) -> tuple[Column, Column]:
     start = np.zeros(size + 1, np.int32)
     np.cumsum(np.bincount(task, minlength=size), out=start[1:])
     return start, needs.astype(np.int32)
+
+
+def grouped(key: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """Every different key, none negative, ascending, with the positions that hold it."""
+    order = np.argsort(key, kind="stable")
+    bounds = np.flatnonzero(np.diff(key[order], prepend=-1, append=-1)) if len(key) else np.zeros(1, np.int64)
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        yield int(key[order[first]]), order[first:last]
 
 
 def data_edges(graph: Graph, index: Index) -> Pairs:

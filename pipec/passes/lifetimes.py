@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attrs import field, frozen
 
 from pipec.ir import BACKWARDS, BUFFER_COLUMNS, Buffer, Buffers, Kind, Lanes, Table, Waits
-from pipec.passes.draft import Draft, Index, Pairs, index_of, join, pairs, to_csr
+from pipec.passes.draft import Draft, Index, Pairs, grouped, index_of, join, pairs, to_csr
 
 Rows = npt.NDArray[np.int64]
 
@@ -38,16 +38,15 @@ class Copies:
         found: dict[tuple[int, int, int, int], Rows] = {}
         if not len(ids):
             return Copies(found)
-        columns = np.stack([table.value[ids], table.gradient[ids], table.device[ids], table.peer[ids]], axis=1)
-        routes, which = np.unique(columns, axis=0, return_inverse=True)
+        devices = draft.devices
+        key = (table.value[ids].astype(np.int64) * 2 + table.gradient[ids]) * devices + table.device[ids]
         item = (table.replica[ids] * draft.slices + table.slice[ids]) * draft.microbatches + table.microbatch[ids]
-        order = np.argsort(which, kind="stable")
-        bounds = np.searchsorted(which[order], np.arange(len(routes) + 1))
-        for number, route in enumerate(routes):
-            own = order[bounds[number] : bounds[number + 1]]
+        for route, own in grouped(key * devices + table.peer[ids]):
             rows = np.full(items, -1, np.int64)
             rows[item[own]] = ids[own]
-            found[tuple(int(part) for part in route)] = rows  # type: ignore[index]
+            route, peer = divmod(route, devices)
+            route, device = divmod(route, devices)
+            found[route // 2, route % 2, device, peer] = rows
         return Copies(found)
 
     def sent(self, value: int, gradient: bool, device: int) -> list[Rows]:

@@ -117,6 +117,9 @@ class _Run:
         self.missing = [[[n] * size for n in row] for row in needs]
         self.ready = [[[0.0] * size for _ in range(count)] for _ in range(2)]
         self.next = ([0] * count, [0] * count)
+        # Of every chunk the rank of its next F and I, and since when it is ready; infinity where unknown or none.
+        self.rank: tuple[list[float], list[float]] = (list(rules.ranks[0]), list(rules.ranks[1]))
+        self.since: tuple[list[float], list[float]] = ([inf if n else 0.0 for n in needs[0]], [inf] * count)
         self.agenda = [(0.0, d) for d in range(problem.devices)]
 
     def finish(self) -> Outcome | None:
@@ -137,51 +140,32 @@ class _Run:
 
     def start(self, device: _Device, time: float) -> None:
         """Start what the rules say on ``device``, or note when to look again."""
-        rules, size = self.rules, self.size
-        period, keep = rules.period, rules.keep
-        (forward_rank, input_rank), (forwards, inputs) = rules.ranks, self.next
-        oldest, pending, first, head, soon = size, 0, inf, inf, inf
+        rules, keep, size = self.rules, self.rules.keep, self.size
+        forwards, (forward_rank, input_rank), (forward_since, input_since) = self.next[0], self.rank, self.since
+        first, head, soon = inf, inf, inf
         best, side, chosen = inf, 0, -1
-        missing, ready = self.missing[1], self.ready[1]
         for chunk in device.chunks:
-            m = forwards[chunk]
-            if m < size:
-                if m < oldest:
-                    oldest, pending = m, 1
-                elif m == oldest:
-                    pending += 1
-                rank = forward_rank[chunk] + m * period
-                if rank < first:
-                    first = rank
-            m = inputs[chunk]
-            if m < size:
-                rank = input_rank[chunk] + m * period
-                if rank < head:
-                    head = rank
-                if not missing[chunk][m]:
-                    at = ready[chunk][m]
-                    if at > time:
-                        if at < soon:
-                            soon = at
-                    elif rank < best:
-                        best, side, chosen = rank, 1, chunk
+            rank = forward_rank[chunk]
+            if rank < first:
+                first = rank
+            rank = input_rank[chunk]
+            if rank < head:
+                head = rank
+            at = input_since[chunk]
+            if at > time:
+                if at < soon:
+                    soon = at
+            elif rank < best:
+                best, side, chosen = rank, 1, chunk
         tail = forwards[device.chunks[0]] == size if device.chunks else True  # no microbatch enters any more
         limit = inf if tail and rules.drain else min(head, first) + rules.window
-        held, cap = device.held, device.cap
-        full, blocked = held >= cap, False
+        full, blocked = device.held >= device.cap, False
         if first < inf:
-            missing, ready = self.missing[0], self.ready[0]
             for chunk in device.chunks:
-                m = forwards[chunk]
-                if m == size:
+                rank, at = forward_rank[chunk], forward_since[chunk]
+                if rank > best or at == inf or ((rank > first or keep is Keep.ROOM) and (
+                        keep is Keep.ORDER or not self.fits(device, chunk))):
                     continue
-                rank = forward_rank[chunk] + m * period
-                if rank > best or ((rank > first or keep is Keep.ROOM) and (
-                        keep is Keep.ORDER or (m != oldest and held + 1 + pending > cap))):
-                    continue
-                if missing[chunk][m]:
-                    continue
-                at = ready[chunk][m]
                 if full:
                     blocked = blocked or (at <= time and rank <= limit)
                 elif at > time:
@@ -206,10 +190,24 @@ class _Run:
         elif soon < inf:
             heappush(self.agenda, (soon, device.index))
 
+    def fits(self, device: _Device, chunk: int) -> bool:
+        """Whether the next F of ``chunk`` leaves room for those of the oldest microbatch that is still to enter."""
+        forwards = self.next[0]
+        oldest = min(forwards[c] for c in device.chunks)
+        if forwards[chunk] == oldest:
+            return True
+        pending = sum(forwards[c] == oldest for c in device.chunks)
+        return device.held + 1 + pending <= device.cap
+
     def launch(self, device: _Device, side: int, chunk: int, time: float) -> None:
         """Run the next F (side 0) or I (side 1) of ``chunk`` and tell those that wait for it."""
         m = self.next[side][chunk]
         self.next[side][chunk] = m + 1
+        if m + 1 == self.size:
+            self.rank[side][chunk] = self.since[side][chunk] = inf
+        else:
+            self.rank[side][chunk] += self.rules.period
+            self.since[side][chunk] = inf if self.missing[side][chunk][m + 1] else self.ready[side][chunk][m + 1]
         end = device.free = time + self.cost[side][chunk]
         if not device.ops:
             device.began = time
@@ -228,6 +226,10 @@ class _Run:
             if end + delay > ready[m]:
                 ready[m] = end + delay
             missing[m] -= 1
+            if missing[m]:
+                continue
+            if self.next[to][other] == m:
+                self.since[to][other] = ready[m]
             owner = self.owner[other]
-            if not missing[m] and owner != device.index:
+            if owner != device.index:
                 heappush(self.agenda, (max(ready[m], self.devices[owner].free), owner))

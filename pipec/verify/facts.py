@@ -13,7 +13,7 @@ from attrs import frozen
 
 from pipec.costs import Activations
 from pipec.ir import Kind, Plan
-from pipec.passes.draft import Index, pairs
+from pipec.passes.draft import Index, grouped, pairs
 from pipec.verify.reach import Reach
 
 Rows = npt.NDArray[np.int64]
@@ -185,11 +185,3 @@ class Facts:
             needs[which[i]].why.format(before=self.task(int(before[i])), after=self.task(int(after[i])))
             for i in open_.tolist()
         ))
-
-
-def grouped(key: Rows) -> Iterator[tuple[int, Rows]]:
-    """Every different key, ascending, with the positions that hold it."""
-    order = np.argsort(key, kind="stable")
-    bounds = np.flatnonzero(np.diff(key[order], prepend=-1, append=-1)) if len(key) else np.zeros(1, np.int64)
-    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        yield int(key[order[first]]), order[first:last]

@@ -11,10 +11,10 @@ from attrs import frozen
 from pipec.costs import Activations, Costs
 from pipec.errors import ScheduleError
 from pipec.ir import Buffer, Kind
-from pipec.passes.draft import pairs
+from pipec.passes.draft import grouped, pairs
 from pipec.simulate import value_bytes
 from pipec.timeline import show_bytes
-from pipec.verify.facts import Facts, Need, NotChecked, Rows, grouped, some
+from pipec.verify.facts import Facts, Need, NotChecked, Rows, some
 from pipec.verify.tasks import UNRUNNABLE
 
 
