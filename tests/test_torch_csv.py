@@ -80,6 +80,17 @@ def test_a_file_decides_devices_microbatches_and_placement() -> None:
     assert [(c.device, c.stages) for c in folded.chunks] == [(0, (0, 1)), (1, (2, 3)), (1, (4, 5)), (0, (6, 7))]
 
 
+def test_fused_tasks_become_an_overlap() -> None:
+    text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    plan = pipec.compile(pipec.chain(2), schedule=parse_torch_csv(text))
+    assert plan.to_torch_csv() == text
+    assert [str(task) for task in plan.compute(0) if task.group] == ["0F2", "0B0"]
+    fewer = pipec.compile(pipec.chain(2), microbatches=2, schedule=parse_torch_csv(text))
+    assert fewer.to_torch_csv() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    with pytest.raises(pipec.PipecError, match="1B1"):
+        pipec.compile(pipec.chain(2), schedule=parse_torch_csv(text.replace("1F1,1B1", "(1F1;1B1)OVERLAP_F_B")))
+
+
 def test_a_plan_of_a_file_serves_smaller_batches() -> None:
     plan = pipec.compile(pipec.chain(2), schedule=parse_torch_csv(GOOD))
     assert order(with_microbatches(plan, 1)) == [["0F0", "0B0"], ["1F0", "1B0"]]
@@ -100,10 +111,8 @@ def test_what_pytorch_writes_is_compiled(name: str, tmp_path) -> None:
     schedule._dump_csv(path, format="compute_only")
     plan = pipec.compile(pipec.chain(8), schedule=pipec.torch_csv(path))
     assert [chunk.device for chunk in plan.chunks] == ranks
-    for device in range(4):
-        actions = [action for action in schedule.pipeline_order[device] if action]
-        theirs = [str(own) for action in actions for own in action.sub_actions or (action,)]
-        assert order(plan)[device] == theirs
+    theirs = [",".join(str(action) for action in schedule.pipeline_order[d] if action) for d in range(4)]
+    assert plan.to_torch_csv().splitlines() == theirs
 
 
 # What cannot be exported.

@@ -17,10 +17,11 @@ import pipec
 
 RANKS = Path(__file__).with_name("torch_ranks.py")
 ROWS, MICROBATCHES = 16, 8
-# schedule, stages: two chunks a device, once of several stages each
+# schedule, stages: chunks of one stage, or of several
 RUNS = {
-    2: [("1f1b", 2), ("zb-v", 6), ("interleaved-1f1b", 4), ("interleaved-zero-bubble", 4), ("v-min", 4)],
-    4: [("zb-v", 8), ("interleaved-1f1b", 8), ("interleaved-zero-bubble", 8), ("zb-h2", 9), ("wave", 8)],
+    2: [("1f1b", 2), ("zb-v", 6), ("interleaved-1f1b", 4), ("interleaved-zero-bubble", 4), ("dualpipe-v", 6)],
+    4: [("zb-v", 8), ("interleaved-1f1b", 8), ("interleaved-zero-bubble", 8), ("dualpipe-v", 8), ("zb-h2", 9),
+        ("wave", 8)],
 }
 
 

@@ -18,7 +18,7 @@ from attrs import field, frozen
 from pipec.errors import Problem as Fault
 from pipec.errors import ScheduleError, raise_all
 from pipec.ir import LETTERS, Kind
-from pipec.schedules.base import Op, Order, Problem
+from pipec.schedules.base import Op, Order, Overlap, Problem, op_name, overlap
 
 FORMAT = "PyTorch's pipelining CSV: a row per rank, cells such as 1F0, 3B1, 2I3, 2W3 or empty, no header"
 OVERLAP = "OVERLAP_F_B"
@@ -31,15 +31,14 @@ _COMMUNICATION = re.compile(r"\d+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRA
 
 @frozen
 class Cell:
-    """A task and where it stands: row and column from 1, and which of several fused tasks it is."""
+    """A task and where it stands, row and column from 1."""
 
     row: int
     column: int
     op: Op
 
     def __str__(self) -> str:
-        kind, stage, microbatch = self.op
-        return f"row {self.row}, column {self.column}: {stage}{Kind(kind).letter}{microbatch}"
+        return f"row {self.row}, column {self.column}: {op_name(self.op)}"
 
 
 @frozen
@@ -47,13 +46,13 @@ class TorchSchedule:
     """The order that :func:`torch_csv` read, for ``pipec.compile(net, schedule=...)``.
 
     Attributes:
-        rows: per device its tasks in order, kind, chunk and microbatch each.
+        rows: per device its tasks in order, kind, chunk and microbatch each, or overlaps of them.
         placement: the device of every chunk; stages are grouped into as many chunks.
         devices, microbatches: those it is written for, and compile's default. A smaller number of microbatches takes
             the same order without the last ones.
     """
 
-    rows: tuple[tuple[Op, ...], ...] = field(repr=False)
+    rows: tuple[tuple[Op | Overlap, ...], ...] = field(repr=False)
     name: str
     placement: tuple[int, ...]
     microbatches: int
@@ -78,7 +77,13 @@ class TorchSchedule:
                 "for as many, or use a schedule that pipec knows by name"
             ))
         raise_all(f"schedule {self.name!r}", wrong, ScheduleError)
-        return [[op for op in row if op[2] < problem.microbatches] for row in self.rows]
+        return [[own for entry in row for own in _kept(entry, problem.microbatches)] for row in self.rows]
+
+
+def _kept(entry: Op | Overlap, microbatches: int) -> list[Op | Overlap]:
+    """What is left of an entry without the later microbatches."""
+    ops = [op for op in (entry.ops if isinstance(entry, Overlap) else (entry,)) if op[2] < microbatches]
+    return [overlap(*ops)] if len(ops) > 1 else [*ops]
 
 
 def _few(numbers: tuple[int, ...], most: int = 8) -> str:
@@ -115,21 +120,25 @@ def parse_torch_csv(text: str, name: str = "torch-csv") -> TorchSchedule:
     owner: dict[int, int] = {}
     found: dict[Op, Cell] = {}
     for row in rows:
-        faults += _place(row, owner, found)
+        faults += _place([cell for cells in row for cell in cells], owner, found)
     if not unreadable:
         faults += _gaps("stage", set(owner)) + _gaps("microbatch", {op[2] for op in found})
     if not faults:
         faults += _backwards(found, len(owner))
     raise_all(f"schedule {name!r} ({FORMAT})", faults, ScheduleError, most=MOST)
     return TorchSchedule(
-        tuple(tuple(cell.op for cell in row) for row in rows), name, tuple(owner[s] for s in range(len(owner))),
-        1 + max(op[2] for op in found),
+        tuple(
+            tuple(overlap(*(cell.op for cell in cells)) if len(cells) > 1 else cells[0].op for cells in row)
+            for row in rows
+        ),
+        name, tuple(owner[s] for s in range(len(owner))), 1 + max(op[2] for op in found),
     )
 
 
-def _read(text: str) -> tuple[list[list[Cell]], list[Fault]]:
-    """The tasks row by row, and a problem for every cell that holds none."""
-    rows: list[list[Cell]] = []
+def _read(text: str) -> tuple[list[list[list[Cell]]], list[Fault]]:
+    """Row by row and cell by cell the tasks, more than one where they run fused; and a problem for every cell that
+    cannot be read."""
+    rows: list[list[list[Cell]]] = []
     faults: list[Fault] = []
     try:
         lines = list(csv.reader(io.StringIO(text, newline="")))
@@ -138,10 +147,10 @@ def _read(text: str) -> tuple[list[list[Cell]], list[Fault]]:
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
     for number, line in enumerate(lines, 1):
-        row: list[Cell] = []
+        row: list[list[Cell]] = []
         for column, cell in enumerate(line, 1):
             ops, wrong = _tasks(cell.strip())
-            row += [Cell(number, column, op) for op in ops]
+            row += [[Cell(number, column, op) for op in ops]] if ops else []
             if wrong:
                 faults.append(Fault(f"row {number}, column {column}: {wrong}"))
         rows.append(row)

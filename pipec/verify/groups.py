@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipec.ir import Kind
-from pipec.verify.facts import Facts, Rows, grouped, some
+from pipec.passes.draft import grouped
+from pipec.verify.facts import Facts, Rows, some
 
 
 def groups(facts: Facts) -> list[str]:
