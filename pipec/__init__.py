@@ -12,15 +12,25 @@ from pipec.runtime.profile import profile
 from pipec.runtime.reference import reference
 from pipec.runtime.result import Result
 from pipec.runtime.runner import Runner
+from pipec.schedules import (
+    LiveWeights,
+    Nesterov,
+    PipeDream,
+    PipeDream2BW,
+    PipeMare,
+    Predicted,
+    parse_schedule,
+    torch_csv,
+)
 from pipec.schedules import list_schedules as schedules
-from pipec.schedules import parse_schedule, torch_csv
 from pipec.spec import Spec
 from pipec.timeline import Timeline
 from pipec.values import skip
 
 __version__ = "0.1.0"
 __all__ = [
-    "Costs", "Kind", "Lane", "PipecError", "Pipeline", "Plan", "PlanError", "RenderError", "Result", "RunError",
+    "Costs", "Kind", "Lane", "LiveWeights", "Nesterov", "PipeDream", "PipeDream2BW", "PipeMare", "PipecError",
+    "Pipeline", "Plan", "PlanError", "Predicted", "RenderError", "Result", "RunError",
     "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain",
     "check", "compile", "deferred_batch_norm", "draw", "parse_schedule", "profile", "reference", "schedules", "skip",
     "torch_csv",

@@ -12,14 +12,16 @@ from pipec.costs import Activations, Costs
 from pipec.errors import ScheduleError, SpecError
 from pipec.ir import BACKWARDS, Chunk, Kind, Plan
 from pipec.passes.copies import copies
+from pipec.passes.draft import Draft
 from pipec.passes.lifetimes import lifetimes
 from pipec.passes.linearise import linearise
 from pipec.passes.order import chunk_edges, order
 from pipec.passes.place import place
 from pipec.passes.recompute import recompute as recompute_pass
+from pipec.passes.settle import settle
 from pipec.passes.updates import updates
 from pipec.schedules import find_schedule
-from pipec.schedules.base import Policy, Problem, policy_name
+from pipec.schedules.base import Policy, Problem, is_asynchronous, policy_name
 from pipec.spec import Graph
 from pipec.verify import verify
 
@@ -44,13 +46,15 @@ def compile(  # noqa: A001 - the verb of this library
     Args:
         pipeline: a Pipeline or Spec.
         devices: number of logical devices; by default those that a schedule from a file is written for.
-        microbatches: pieces a minibatch is cut into; by default as the schedule says, else 1.
+        microbatches: pieces a minibatch is cut into; by default as the schedule says, else 1. The plan of an
+            asynchronous schedule lays out as many minibatches as show its prologue, three steady periods and epilogue.
         schedule: a name (see :func:`pipec.schedules`), an object with a method ``order(problem)``, or a function.
         placement: "linear", "looped", "v", a mapping from stage names to devices, or one device per stage; by
             default the stages' ``device=``, else the schedule's own.
         chunks: chunks per device for a looped placement; by default one per stage.
         recompute: "never", "always", "except_last", or a mapping from stage names to these.
-        update: None (the script steps its optimizer), "stage" (one optimizer a stage), "all" (one for everything).
+        update: None (the script steps its optimizer), "stage" (one optimizer a stage), "all" (one for everything);
+            asynchronous schedules take "stage" only.
         update_early: a stage updates right after its own last backward; with update="stage" only.
         forward_only: no backward, for evaluation.
         costs: balance the placement and inform the policy; kept as the default of ``plan.simulate()``.
@@ -103,14 +107,21 @@ def build(
     """Run the passes on placed chunks, and verify what they made."""
     problem = Problem(chunks, devices, microbatches, chunk_edges(graph, chunks), costs or Costs(),
                       tuple(s.name for s in graph.stages), recipe.memory_limit)
+    if recipe.training and is_asynchronous(recipe.policy):
+        draft = settle(problem, lambda longer: compute_tasks(graph, longer, recipe))
+    else:
+        draft = compute_tasks(graph, problem, recipe)
+    plan = evolve(finish(copies(draft), costs), recipe=recipe)
+    verify(plan, memory_limit=recipe.memory_limit)
+    return plan
+
+
+def compute_tasks(graph: Graph, problem: Problem, recipe: Recipe) -> Draft:
+    """Every task but the copies, in one global order."""
     draft = order(graph, problem, recipe.policy, training=recipe.training)
     draft = recompute_pass(draft, recipe.recompute)
     draft = linearise(draft)
-    draft = updates(draft, recipe.update, recipe.update_early)
-    draft = copies(draft)
-    plan = evolve(finish(draft, costs), recipe=recipe)
-    verify(plan, memory_limit=recipe.memory_limit)
-    return plan
+    return updates(draft, recipe.update, recipe.update_early)
 
 
 def finish(draft: Any, costs: Costs | None = None) -> Plan:
@@ -119,11 +130,12 @@ def finish(draft: Any, costs: Costs | None = None) -> Plan:
     return Plan(
         draft.graph, draft.chunks, draft.devices, draft.microbatches, draft.schedule, draft.recompute, draft.update,
         draft.table, lanes, waits, buffers, draft.replicas, draft.slices, costs, update_early=draft.update_early,
+        minibatches=draft.minibatches, weights="" if draft.rule is None else draft.rule.text,
     )
 
 
 def with_microbatches(plan: Plan, microbatches: int) -> Plan:
-    """The same pipeline on the same devices and schedule with another number of microbatches.
+    """The same pipeline on the same devices and schedule with another number of microbatches per minibatch.
 
     Raises:
         ScheduleError: the plan was loaded from a file and its schedule is not one that pipec knows by name.
@@ -145,6 +157,6 @@ def _recipe_from_text(plan: Plan) -> Recipe:
 
 def forward_plan(plan: Plan, microbatches: int | None = None) -> Plan:
     """The plan of forwards only on the same placement: what evaluation runs."""
-    count = plan.microbatches if microbatches is None else microbatches
+    count = plan.minibatch if microbatches is None else microbatches
     recipe = Recipe(find_schedule("gpipe"), training=False)
     return evolve(build(plan.graph, plan.chunks, plan.devices, count, recipe, plan.costs), schedule="forward")

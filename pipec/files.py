@@ -17,12 +17,15 @@ from pipec.spec import Graph, InputInfo, StageInfo, ValueInfo
 
 FORMAT = 1
 PLAIN = ("devices", "microbatches", "schedule", "recompute", "update", "replicas", "slices", "update_early")
+ASYNCHRONOUS = ("minibatches", "weights")  # written for asynchronous plans only, so that older readers read all others
 T = TypeVar("T")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """A plan as plain Python values, for JSON."""
     made: dict[str, Any] = {"format": FORMAT} | {name: getattr(plan, name) for name in PLAIN}
+    if plan.asynchronous:
+        made |= {name: getattr(plan, name) for name in ASYNCHRONOUS}
     made["graph"] = asdict(plan.graph)
     made["chunks"] = [asdict(chunk) for chunk in plan.chunks]
     made["table"] = {name: getattr(plan.table, name).tolist() for name in TABLE_COLUMNS}
@@ -71,6 +74,8 @@ def from_dict(given: Any) -> Plan:
         Waits(at["waits"]["start"].column(), at["waits"]["ids"].column()),
         Buffers(*(at["buffers"][name].column() for name in BUFFER_COLUMNS)),
         replicas, slices, costs, update_early=at["update_early"].all(bool),
+        minibatches=at["minibatches"].whole(1) if "minibatches" in given else 1,
+        weights=at["weights"].all(str) if "weights" in given else "",
     )
 
 

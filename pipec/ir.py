@@ -62,10 +62,11 @@ class Buffer(IntEnum):
     ACTIVATION = 0  # saved by a stage's FORWARD or RECOMPUTE for its backward
     VALUE = 1  # a value, at its producer or at a reader's device
     GRADIENT = 2  # gradients of a value, at a reader's device or back at its producer
+    WEIGHT = 3  # an older version of a stage's weights, kept for tasks that still read it
 
     @property
     def letter(self) -> str:
-        return ("a", "v", "dv")[self]
+        return ("a", "v", "dv", "w")[self]
 
 
 @frozen
@@ -81,8 +82,9 @@ class Chunk:
 class Task:
     """One entry of a device's list.
 
-    ``stage`` is the producer's for a COPY and -1 for an UPDATE of all stages; ``microbatch`` is the minibatch's
-    number for an UPDATE. A COPY carries ``value`` (or its gradient) from ``device`` to ``peer``.
+    ``stage`` is the producer's for a COPY and -1 for an UPDATE of all stages; ``microbatch`` is the update's
+    number for an UPDATE, and ``version`` the one it replaces. A COPY carries ``value`` (or its gradient) from
+    ``device`` to ``peer``.
     """
 
     kind: Kind
@@ -172,7 +174,8 @@ def concat_tables(tables: Sequence[Table]) -> Table:
 class Buffers:
     """Live ranges as columns: a buffer comes to life in task ``writer`` and is freed when ``free`` has ended.
 
-    ``ref`` is a stage for an activation and a value otherwise. Every other reader of the buffer, on any lane,
+    ``ref`` is a stage for activations and weights and a value otherwise; ``microbatch`` is the version of weights,
+    which come to life when the UPDATE that replaces them makes a copy. Every other reader of the buffer, on any lane,
     ends before ``free`` does.
     """
 
@@ -254,7 +257,12 @@ Lanes = tuple[Column, Column, Column]
 
 @frozen(eq=False)
 class Plan:
-    """A compiled pipeline: what every device does, in order. See :func:`pipec.compile`."""
+    """A compiled pipeline: what every device does, in order. See :func:`pipec.compile`.
+
+    An asynchronous plan is laid out over ``minibatches`` minibatches, enough for its prologue, three steady periods
+    and its epilogue; ``microbatches`` counts those of all of them, and ``weights`` names the rule that says which
+    weight version a task reads. See :mod:`pipec.periods`.
+    """
 
     graph: Graph
     chunks: tuple[Chunk, ...]
@@ -272,6 +280,25 @@ class Plan:
     costs: Costs | None = None
     recipe: Any = None  # how it was compiled, for the same plan with fewer microbatches; not part of its identity
     update_early: bool = False  # each stage updates right after its own last backward
+    minibatches: int = 1
+    weights: str = ""  # the weight rule of an asynchronous plan, as text
+
+    @property
+    def asynchronous(self) -> bool:
+        """True when minibatches follow one another without a flush, each stage updating on its own."""
+        return bool(self.weights)
+
+    @property
+    def minibatch(self) -> int:
+        """Microbatches per minibatch."""
+        return self.microbatches // self.minibatches
+
+    @property
+    def update_every(self) -> int:
+        """Backwards of a stage that go into one of its updates: those of a minibatch, or as the rule says."""
+        from pipec.rules import update_every
+
+        return update_every(self.table, self.microbatches)
 
     @property
     def training(self) -> bool:
@@ -302,7 +329,7 @@ class Plan:
         if not isinstance(other, Plan):
             return NotImplemented
         plain = ("graph", "chunks", "devices", "microbatches", "schedule", "recompute", "update", "table", "waits",
-                 "buffers", "replicas", "slices", "update_early")
+                 "buffers", "replicas", "slices", "update_early", "minibatches", "weights")
         return all(getattr(self, name) == getattr(other, name) for name in plain) and all(
             np.array_equal(a, b)
             for mine, theirs in zip(self.lanes, other.lanes, strict=True)

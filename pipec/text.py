@@ -41,6 +41,7 @@ def format_plan(plan: Plan) -> str:
         + (" update_early=yes" if plan.update_early else "")
         + (f" replicas={plan.replicas}" if plan.replicas > 1 else "")
         + (f" slices={plan.slices}" if plan.slices > 1 else "")
+        + (f" minibatches={plan.minibatches} rule={quote(plan.weights)}" if plan.asynchronous else "")
     ]
     owner = {s: chunk for chunk in plan.chunks for s in chunk.stages}
     for number, stage in enumerate(plan.graph.stages):
@@ -108,7 +109,7 @@ _ITEM = r"(\d+)(?:\.(\d+))?(?:~(\d+))?"
 _TASK = re.compile(
     rf"%(\d+)\s+(?:(?P<copy>d?v(\d+)\[{_ITEM}\]:(\d+)>(\d+))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
 )
-_BUFFER = re.compile(rf"(dv|v|a)(\d+)\[{_ITEM}\](?::\d+)?")
+_BUFFER = re.compile(rf"(dv|v|a|w)(\d+)\[{_ITEM}\](?::\d+)?")
 
 
 def parse_plan(text: str) -> Plan:
@@ -233,7 +234,7 @@ class _Body:
         if bad:
             raise PlanError(f"the plan waits for %{bad[0]}, which it does not hold")
         devices = int(options["devices"])
-        for option in ("devices", "microbatches", "replicas", "slices"):
+        for option in ("devices", "microbatches", "replicas", "slices", "minibatches"):
             if int(options.get(option, 1)) < 1:
                 raise PlanError(f"the plan's text says {option}={options[option]}; there is at least one")
         stray = [d for d in self.lanes if d >= devices]
@@ -250,6 +251,7 @@ class _Body:
             _unquote(options["recompute"]), None if update == "none" else update, table, lanes,  # type: ignore[arg-type]
             Waits(*to_csr((waits[:, 0], waits[:, 1]), size)), self._buffers(), int(options.get("replicas", 1)),
             int(options.get("slices", 1)), update_early=options.get("update_early") == "yes",
+            minibatches=int(options.get("minibatches", 1)), weights=_unquote(options.get("rule", '""')),
         )
 
     def _chunks(self) -> tuple[Chunk, ...]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from pipec.ir import BACKWARDS, Chunk, Column, Kind, Table
+from pipec.rules.base import Rule
 from pipec.spec import Graph
 
 Pairs = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # (task, task it needs), row by row
@@ -31,6 +32,14 @@ class Draft:
     update_early: bool = False
     replicas: int = 1
     slices: int = 1
+    minibatches: int = 1
+    rule: Rule | None = None  # of an asynchronous draft
+    step: npt.NDArray[np.int64] | None = None  # per row of an asynchronous draft the step that runs it
+
+    @property
+    def minibatch(self) -> int:
+        """Microbatches per minibatch."""
+        return self.microbatches // self.minibatches
 
     @property
     def stage_devices(self) -> npt.NDArray[np.int32]:

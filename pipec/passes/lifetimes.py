@@ -14,6 +14,7 @@ from attrs import field, frozen
 
 from pipec.ir import BACKWARDS, BUFFER_COLUMNS, Buffer, Buffers, Kind, Lanes, Table, Waits
 from pipec.passes.draft import Draft, Index, Pairs, grouped, index_of, join, pairs, to_csr
+from pipec.rules.base import READERS
 
 Rows = npt.NDArray[np.int64]
 
@@ -110,7 +111,7 @@ def _update_waits(draft: Draft) -> list[Pairs]:
     table = draft.table
     backward = np.isin(table.kind, BACKWARDS)
     ids = np.flatnonzero(table.kind == Kind.UPDATE)
-    if not len(ids) or draft.update_early:
+    if not len(ids) or draft.update_early or draft.rule is not None:
         return []
     last = {d: np.flatnonzero(backward & (table.device == d)) for d in range(draft.devices)}
     parts = []
@@ -169,7 +170,27 @@ def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pa
                 rows = sent.rows[value, 1, source, home]
                 add(Buffer.GRADIENT, value, source, made, rows)
                 add(Buffer.GRADIENT, value, home, rows, backward)
+    for column, part in zip(columns, _stashed(draft), strict=True):
+        column.append(part)
     empty = np.empty(0, np.int32)
     made_columns = [np.concatenate(column) if column else empty for column in columns]
     order = np.lexsort((made_columns[1], made_columns[0], made_columns[6]))
     return Buffers(*(column[order] for column in made_columns)), holds
+
+
+def _stashed(draft: Draft) -> tuple[Rows, ...]:
+    """Columns of the weight versions kept: from the UPDATE that replaces one to the last task that reads it after."""
+    table = draft.table
+    update = np.flatnonzero(table.kind == Kind.UPDATE)
+    if draft.rule is None or not len(update):
+        return tuple(np.empty(0, np.int64) for _ in BUFFER_COLUMNS)
+    reading = np.flatnonzero(np.isin(table.kind, READERS))
+    versions = int(table.version.max()) + 1
+    last = np.full((len(draft.graph.stages), versions), -1, np.int64)
+    np.maximum.at(last, (table.stage[reading], table.version[reading]), reading)
+    free = last[table.stage[update], table.version[update]]
+    kept = free > update
+    update, free = update[kept], free[kept]
+    made = table.take(update)
+    return (np.full(len(update), int(Buffer.WEIGHT)), made.stage.astype(np.int64), made.replica.astype(np.int64),
+            made.version.astype(np.int64), made.slice.astype(np.int64), made.device.astype(np.int64), update, free)

@@ -13,7 +13,8 @@ from attrs import evolve
 
 from pipec.errors import PlanError, ScheduleError
 from pipec.ir import Column, Kind, Table
-from pipec.passes.draft import Draft, data_edges, index_of, leaders, to_csr
+from pipec.passes.draft import Draft, data_edges, index_of, join, leaders, to_csr
+from pipec.periods import fed, steps
 from pipec.topology import clock
 
 Rows = npt.NDArray[Any]
@@ -24,6 +25,9 @@ def linearise(draft: Draft) -> Draft:
 
     An overlap group is one task here, of all its members' needs and ticks, so that its members end up side by side
     and could run at once. Groups are numbered in the order made.
+
+    An asynchronous draft is sorted by the step that runs each row first (see :mod:`pipec.periods`), and inside a step
+    by what the rows need of each other there: so every steady step has the same order.
 
     Raises:
         PlanError: on a deadlock, with the task at which every device stands and what it waits for.
@@ -41,7 +45,25 @@ def linearise(draft: Draft) -> Draft:
     ends = ends[leader]
     if len(table) and not ends.all():
         raise PlanError(deadlock(f"schedule {draft.schedule!r}", table, lists, reached, start, needs, ends))
-    return evolve(draft, table=_numbered(table.take(np.lexsort((table.device, ends)))))
+    if draft.rule is None:
+        return evolve(draft, table=_numbered(table.take(np.lexsort((table.device, ends)))))
+    step, level = _steps(draft, leader, lists, ends, start, needs)
+    order = np.lexsort((table.device, level, step))
+    return evolve(draft, table=_numbered(table.take(order)), step=step[order])
+
+
+def _steps(
+    draft: Draft, leader: Rows, lists: list[list[int]], ends: Rows, start: Column, needs: Column
+) -> tuple[Rows, Rows]:
+    """Of an asynchronous draft, per row the step that runs it and its place in the order of that step."""
+    size = len(draft.table)
+    given = np.zeros(size, np.int64)
+    np.maximum.at(given, leader, fed(draft.graph, draft.table, draft.minibatch))
+    task = np.repeat(np.arange(size), np.diff(start))
+    own = [(np.asarray(row[1:], np.int64), np.asarray(row[:-1], np.int64)) for row in lists]
+    edges = to_csr(join([(task, needs.astype(np.int64)), *own]), size)
+    step, level = steps(np.argsort(ends, kind="stable"), *edges, given)
+    return step[leader], level[leader]
 
 
 def _check_independent(draft: Draft, task: Rows, need: Rows, leader: Rows) -> None:

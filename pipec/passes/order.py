@@ -15,10 +15,12 @@ from pipec.errors import ScheduleError, raise_all
 from pipec.ir import BACKWARDS, Chunk, Kind, concat_tables
 from pipec.passes.draft import Draft
 from pipec.passes.expand import expand
-from pipec.schedules.base import Op, Overlap, Policy, Problem, op_name, policy_name
+from pipec.rules.base import Rule
+from pipec.schedules.base import Op, Overlap, Policy, Problem, is_asynchronous, op_name, policy_name
 from pipec.spec import Graph
 
 KINDS = (Kind.FORWARD, *BACKWARDS)
+ASYNCHRONOUS_KINDS = (*KINDS, Kind.UPDATE)
 READ_TEXT = "text is read by pipec.parse_schedule"
 Ops = npt.NDArray[np.int64]  # (tasks, 3): kind, chunk, microbatch
 
@@ -39,9 +41,10 @@ def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True)
         ScheduleError: listing every task that is missing, repeated, unknown or on the wrong device.
     """
     name = policy_name(policy)
+    rule: Rule | None = getattr(policy, "weights", None) if training and is_asynchronous(policy) else None
     make: Any = getattr(policy, "order", policy)
     given, groups = without_groups(read_rows(make(problem), name), name)
-    rows = check_order(problem, given, name)
+    rows = check_order(problem, given, name, is_asynchronous(policy))
     if not training:
         kept = [row[:, 0] == Kind.FORWARD for row in rows]
         rows = [row[keep] for row, keep in zip(rows, kept, strict=True)]
@@ -50,7 +53,8 @@ def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True)
         expand(graph, problem.chunks, device, row, group)
         for device, (row, group) in enumerate(zip(rows, groups, strict=True))
     ]
-    return Draft(graph, problem.chunks, problem.devices, problem.microbatches, name, concat_tables(tables))
+    return Draft(graph, problem.chunks, problem.devices, problem.microbatches, name, concat_tables(tables),
+                 minibatches=problem.minibatches, rule=rule)
 
 
 def read_rows(answer: Any, name: str) -> list[list[Any]]:
@@ -98,15 +102,18 @@ def without_groups(rows: list[list[Any]], name: str) -> tuple[list[list[Any]], l
     return plain, groups
 
 
-def check_order(problem: Problem, rows: list[list[Any]], name: str) -> list[Ops]:
+def check_order(problem: Problem, rows: list[list[Any]], name: str, asynchronous: bool = False) -> list[Ops]:
     """The tasks per device as arrays, when every chunk and microbatch has its forward and backward once.
+
+    ``asynchronous``: every chunk also has its updates 0, 1, ... once, as many in each minibatch.
 
     Raises:
         ScheduleError: listing what is wrong with a policy's answer, in the words of the schedule.
     """
     arrays = [_as_array(row) for row in rows]
-    if not _complete(problem, arrays):
-        raise_all(f"schedule {name!r}", _faults(problem, rows), ScheduleError, most=12)
+    kinds = ASYNCHRONOUS_KINDS if asynchronous else KINDS
+    if not _complete(problem, arrays, kinds):
+        raise_all(f"schedule {name!r}", _faults(problem, rows, kinds), ScheduleError, most=12)
         arrays = [np.asarray([_as_op(op) for op in row], np.int64).reshape(-1, 3) for row in rows]
     return [array for array in arrays if array is not None]
 
@@ -125,14 +132,14 @@ def _as_op(op: Any) -> Op:
     return kind, chunk, microbatch
 
 
-def _complete(problem: Problem, arrays: list[Ops | None]) -> bool:
+def _complete(problem: Problem, arrays: list[Ops | None], kinds: tuple[Kind, ...]) -> bool:
     """True when nothing is missing, repeated, unknown or on the wrong device."""
     found = [array for array in arrays if array is not None]
     if not len(found) == len(arrays) == problem.devices:
         return False
     chunks, microbatches = len(problem.chunks), problem.microbatches
     kind, chunk, microbatch = np.concatenate(found).T
-    if not (np.isin(kind, KINDS) & (chunk >= 0) & (chunk < chunks) & (microbatch >= 0)
+    if not (np.isin(kind, kinds) & (chunk >= 0) & (chunk < chunks) & (microbatch >= 0)
             & (microbatch < microbatches)).all():
         return False
     owner = np.asarray([c.device for c in problem.chunks])
@@ -141,32 +148,53 @@ def _complete(problem: Problem, arrays: list[Ops | None]) -> bool:
     key = (kind * chunks + chunk) * microbatches + microbatch
     times = np.bincount(key, minlength=len(Kind) * chunks * microbatches).reshape(len(Kind), -1)
     whole, first, second = times[list(BACKWARDS)]
+    if Kind.UPDATE in kinds and _update_faults(problem, times[Kind.UPDATE].reshape(chunks, -1)):
+        return False
     return bool((times[Kind.FORWARD] == 1).all() and (first == second).all() and (whole + first == 1).all())
 
 
-def _faults(problem: Problem, rows: list[list[Any]]) -> list[Fault]:
+def _update_faults(problem: Problem, times: npt.NDArray[Any]) -> list[str]:
+    """What is wrong with the updates, given how often each stands, shape (chunks, microbatches)."""
+    count, minibatches = int(np.flatnonzero(times.any(axis=0)).max(initial=-1)) + 1, problem.minibatches
+    found = [
+        f"{chunk}U{u} is {'missing' if not times[chunk, u] else f'ordered {times[chunk, u]} times'}"
+        for chunk, u in np.argwhere(times[:, :count] != 1).tolist()
+    ]
+    if count % minibatches or problem.microbatches % max(count, 1) or not count:
+        found.append(
+            f"{count} updates of a chunk do not spread evenly over {minibatches} minibatches of {problem.minibatch} "
+            "microbatches; order one for every minibatch, or for equal parts of one"
+        )
+    return found
+
+
+def _faults(problem: Problem, rows: list[list[Any]], kinds: tuple[Kind, ...]) -> list[Fault]:
     faults: list[Fault] = []
     if len(rows) != problem.devices:
         faults.append(Fault(f"it ordered {len(rows)} devices, but there are {problem.devices}"))
     counted: Counter[Op] = Counter()
     for device, row in enumerate(rows):
         for op in row:
-            wrong = _wrong(problem, device, op)
+            wrong = _wrong(problem, device, op, kinds)
             if wrong:
                 faults.append(Fault(f"device {device}: {wrong}"))
             else:
                 counted[_as_op(op)] += 1
     if not faults:
         for op, times in counted.items():
-            if times > 1:
+            if times > 1 and op[0] != Kind.UPDATE:
                 faults.append(Fault(f"{op_name(op)} is ordered {times} times"))
         for chunk in range(len(problem.chunks)):
             for m in range(problem.microbatches):
                 faults += [Fault(text) for text in _missing(counted, chunk, m)]
+        if Kind.UPDATE in kinds:
+            table = np.asarray([[counted[int(Kind.UPDATE), c, m] for m in range(problem.microbatches)]
+                                for c in range(len(problem.chunks))])
+            faults += [Fault(text) for text in _update_faults(problem, table)]
     return faults
 
 
-def _wrong(problem: Problem, device: int, op: Any) -> str | None:
+def _wrong(problem: Problem, device: int, op: Any, kinds: tuple[Kind, ...]) -> str | None:
     """Why ``op`` cannot stand in the list of ``device``, or None."""
     chunks, microbatches = len(problem.chunks), problem.microbatches
     try:
@@ -174,7 +202,9 @@ def _wrong(problem: Problem, device: int, op: Any) -> str | None:
     except (TypeError, ValueError):
         text = f"; {READ_TEXT}" if isinstance(op, str) else ""
         return f"{op!r} is no task; write F(chunk, microbatch) or B, I, W{text}"
-    if kind not in KINDS:
+    if kind == Kind.UPDATE and kind not in kinds:
+        return f"{op_name((kind, chunk, microbatch))}: only asynchronous schedules order updates"
+    if kind not in kinds:
         return f"{op!r} has no kind that a schedule orders"
     name = op_name((kind, chunk, microbatch))
     if not 0 <= chunk < chunks:

@@ -16,7 +16,9 @@ from pipec.schedules.base import (
     Policy,
     Problem,
     Schedule,
+    U,
     W,
+    is_asynchronous,
     overlap,
     policy_name,
     tasks_of,
@@ -27,9 +29,15 @@ from pipec.schedules.dualpipe_v import DualPipeV
 from pipec.schedules.gpipe import GPipe
 from pipec.schedules.interleaved import InterleavedOneFOneB
 from pipec.schedules.interleaved_zero_bubble import InterleavedZeroBubble
+from pipec.schedules.live_weights import LiveWeights
 from pipec.schedules.looped_bfs import LoopedBFS
 from pipec.schedules.merge import merge
+from pipec.schedules.nesterov import Nesterov
 from pipec.schedules.one_f_one_b import EagerOneFOneB, OneFOneB
+from pipec.schedules.pipedream import PipeDream
+from pipec.schedules.pipedream_2bw import PipeDream2BW
+from pipec.schedules.pipemare import PipeMare
+from pipec.schedules.predicted import Predicted
 from pipec.schedules.torch_rows import TorchSchedule, parse_torch_csv, torch_csv
 from pipec.schedules.v_half import VHalf
 from pipec.schedules.v_min import VMin
@@ -55,6 +63,15 @@ REGISTRY: dict[str, Callable[[], Schedule]] = {
     "v-min": VMin,
     "dualpipe-v": DualPipeV,
 }
+ASYNCHRONOUS: dict[str, Callable[[], Schedule]] = {
+    "pipedream": PipeDream,
+    "pipedream-2bw": PipeDream2BW,
+    "pipemare": PipeMare,
+    "predicted": Predicted,
+    "live-weights": LiveWeights,
+    "nesterov": Nesterov,
+}
+ALIASES = {"pipedream-flush": "1f1b", "spectrain": "predicted", "pipeoptim": "predicted", "paci": "live-weights"}
 
 
 def list_schedules() -> ScheduleTable:
@@ -69,12 +86,14 @@ def find_schedule(schedule: Any) -> Policy:
         ScheduleError: listing the known names.
     """
     if isinstance(schedule, str):
-        if schedule not in REGISTRY:
+        schedule = ALIASES.get(schedule, schedule)
+        known = REGISTRY | ASYNCHRONOUS
+        if schedule not in known:
             raise ScheduleError(
-                f"unknown schedule {schedule!r}; known are {', '.join(REGISTRY)}, or pass a function of a "
+                f"unknown schedule {schedule!r}; known are {', '.join(known)}, or pass a function of a "
                 "problem, an object with a method order(problem), or pipec.parse_schedule(text)"
             )
-        return REGISTRY[schedule]()
+        return known[schedule]()
     if isinstance(schedule, type):
         return find_schedule(schedule())
     if callable(getattr(schedule, "order", None)) or callable(schedule):
@@ -85,9 +104,10 @@ def find_schedule(schedule: Any) -> Policy:
 
 
 __all__ = [
-    "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "DualPipeV", "EagerOneFOneB", "F", "GPipe", "I",
-    "InterleavedOneFOneB", "InterleavedZeroBubble", "LoopedBFS", "OneFOneB", "Op", "Order", "Overlap",
-    "Policy", "Problem", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "TorchSchedule", "VHalf", "VMin",
-    "W", "Wave", "find_schedule", "format_schedule", "list_schedules", "merge", "overlap", "parse_schedule",
+    "ALIASES", "ASYNCHRONOUS", "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "DualPipeV", "EagerOneFOneB",
+    "F", "GPipe", "I", "InterleavedOneFOneB", "InterleavedZeroBubble", "LiveWeights", "LoopedBFS", "Nesterov",
+    "OneFOneB", "Op", "Order", "Overlap", "PipeDream", "PipeDream2BW", "PipeMare", "Policy", "Predicted", "Problem",
+    "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "TorchSchedule", "U", "VHalf", "VMin", "W", "Wave",
+    "find_schedule", "format_schedule", "is_asynchronous", "list_schedules", "merge", "overlap", "parse_schedule",
     "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
 ]

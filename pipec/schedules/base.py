@@ -2,8 +2,9 @@
 
 A policy is an object with one method ``order(problem)``, or just a function of a :class:`Problem`. It
 answers, per device, the device's compute tasks in order, as :func:`F`, :func:`B`, :func:`I`, :func:`W` of a
-chunk and a microbatch, and :func:`overlap` of those that are to run as one. Everything else (recompute, copies,
-updates, waits, lifetimes) is added by later passes.
+chunk and a microbatch, and :func:`overlap` of those that are to run as one; for asynchronous schedules also as
+:func:`U` of a chunk and an update. Everything else (recompute, copies, updates of synchronous schedules, waits,
+lifetimes) is added by later passes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def W(chunk: int, microbatch: int) -> Op:  # noqa: N802
     return (4, chunk, microbatch)
 
 
+def U(chunk: int, update: int) -> Op:  # noqa: N802
+    """Update of a chunk's stages, numbered from 0; only asynchronous schedules order them."""
+    return (7, chunk, update)
+
+
 def overlap(*ops: Op) -> Overlap:
     """Tasks that a device runs as one, a forward and a backward say: none of them needs another.
 
@@ -81,6 +87,8 @@ class Problem:
             backward waits for the later ones; a policy may treat them as a chain.
         edges: (producer chunk, reader chunk) pairs, for policies that want the true graph.
         costs: per chunk sums are at hand through :meth:`cost`.
+        microbatches: of all minibatches together.
+        minibatches: how many minibatches to order without a flush between them; 1 for synchronous schedules.
     """
 
     chunks: tuple[Chunk, ...]
@@ -90,6 +98,12 @@ class Problem:
     costs: Costs
     stage_names: tuple[str, ...]
     memory_limit: float | Activations | None = None
+    minibatches: int = 1
+
+    @property
+    def minibatch(self) -> int:
+        """Microbatches per minibatch."""
+        return self.microbatches // self.minibatches
 
     def on(self, device: int) -> tuple[int, ...]:
         """Indices of the chunks on ``device``, ascending."""
@@ -107,12 +121,19 @@ class Schedule(Protocol):
     Optional attributes: ``name``; ``placement`` ("linear", "looped", "v"), its default; ``chunks``, how many
     a device has when looped; ``split``, True when it orders the two halves of backwards; ``bubble``,
     ``peak`` and ``source``, which the table of schedules shows beside the first line of the docstring.
+    An asynchronous policy has ``asynchronous = True`` and ``weights``, its :class:`pipec.rules.Rule`; it orders
+    ``problem.minibatches`` minibatches, updates included, in a pattern that repeats with every minibatch.
     """
 
     def order(self, problem: Problem) -> Order: ...
 
 
 Policy = Schedule | Callable[[Problem], Order]
+
+
+def is_asynchronous(policy: Any) -> bool:
+    """True for a policy that orders updates itself and never flushes the pipeline."""
+    return bool(getattr(policy, "asynchronous", False))
 
 
 def policy_name(policy: Any) -> str:

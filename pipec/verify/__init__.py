@@ -18,7 +18,8 @@ from pipec.verify.form import form
 from pipec.verify.groups import groups
 from pipec.verify.lifetimes import lifetimes, memory
 from pipec.verify.reach import Reach
-from pipec.verify.tasks import DECLARED, Declared, order, tasks, updates, versions
+from pipec.verify.tasks import order, tasks, updates
+from pipec.verify.weights import versions
 
 Check = Callable[[Facts], list[str] | NotChecked]
 
@@ -106,4 +107,4 @@ def execution_order(plan: Plan) -> Sequence[int]:
     return [int(task) for task in reach.order]
 
 
-__all__ = ["DECLARED", "INVARIANTS", "Declared", "Finding", "Report", "execution_order", "verify"]
+__all__ = ["INVARIANTS", "Finding", "Report", "execution_order", "verify"]

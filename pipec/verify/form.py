@@ -140,7 +140,8 @@ def _buffers(plan: Plan) -> Iterator[str]:
     if len({len(getattr(buffers, name)) for name in BUFFER_COLUMNS}) > 1:
         yield "the columns of the table of buffers differ in length"
         return
-    refs = np.where(buffers.kind == Buffer.ACTIVATION, len(plan.graph.stages), len(plan.graph.values))
+    of_stages = np.isin(buffers.kind, (Buffer.ACTIVATION, Buffer.WEIGHT))
+    refs = np.where(of_stages, len(plan.graph.stages), len(plan.graph.values))
     limits = {"kind": len(Buffer), "ref": refs, "replica": plan.replicas, "microbatch": plan.microbatches,
               "slice": plan.slices, "device": plan.devices, "writer": size, "free": size}
     bad = np.zeros(len(buffers), bool)

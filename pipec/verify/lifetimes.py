@@ -16,11 +16,12 @@ from pipec.simulate import value_bytes
 from pipec.timeline import show_bytes
 from pipec.verify.facts import Facts, Need, NotChecked, Rows, some
 from pipec.verify.tasks import UNRUNNABLE
+from pipec.verify.weights import kept_versions
 
 
 @frozen(eq=False)
 class Wanted:
-    """A buffer that every microbatch needs: which tasks may write it first, and which read it."""
+    """A buffer that every microbatch, or weight version, needs: which tasks may write it first, and which read it."""
 
     kind: Buffer
     ref: int
@@ -58,6 +59,9 @@ def wanted_buffers(facts: Facts) -> list[Wanted]:
                 copy = facts.copy(value, 1, device, home)
                 made.append(Wanted(Buffer.GRADIENT, value, device, device, writers, [copy]))
                 made.append(Wanted(Buffer.GRADIENT, value, home, device, [copy], [backward]))
+    if facts.plan.asynchronous:
+        made += [Wanted(Buffer.WEIGHT, stage, int(facts.home[stage]), -1, [update], [last])
+                 for stage, update, last in kept_versions(facts)]
     return made
 
 
@@ -68,8 +72,8 @@ def _uses(facts: Facts, stage: int) -> list[Rows]:
 
 
 def lifetimes(facts: Facts) -> list[str] | NotChecked:
-    """Every activation, value and gradient has one buffer on each device that needs it, freed once, by a task
-    that comes after all its readers on all lanes."""
+    """Every activation, value, gradient and weight version that is still read has one buffer on each device that
+    needs it, freed once, by a task that comes after all its readers on all lanes."""
     if facts.reach.order is None:
         return UNRUNNABLE
     held, twice = _held(facts)
@@ -116,6 +120,8 @@ def lifetimes(facts: Facts) -> list[str] | NotChecked:
 
 def _name(facts: Facts, want: Wanted, item: int) -> str:
     what = f"{want.kind.letter}{want.ref}[{facts.item(item)}]"
+    if want.kind is Buffer.WEIGHT:
+        return f"{what} (version {item} of the weights of stage {facts.stage(want.ref)})"
     if want.kind is Buffer.ACTIVATION:
         return f"{what} (activations of stage {facts.stage(want.ref)})"
     return f"{what} ({'gradient of ' if want.kind is Buffer.GRADIENT else ''}value {facts.value(want.ref)})"

@@ -1,16 +1,13 @@
-"""Invariants about the compute tasks: all there, in order, on declared weights, updates after gradients."""
+"""Invariants about the compute tasks: all there, in order, updates after gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
 
-from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan, Table
+from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Table
 from pipec.verify.facts import Facts, Need, NotChecked, Rows, some
+from pipec.verify.weights import update_needs, updates_present
 
 UNRUNNABLE = NotChecked("the plan does not run to its end")
 HALF = "is missing, the other half of its backward is there"
@@ -51,6 +48,8 @@ def tasks(facts: Facts) -> list[str]:
         f"on device {facts.home[table.stage[i]]}"
         for i in stray.tolist()
     ))
+    if facts.plan.asynchronous:
+        return found + updates_present(facts) + facts.unproved(update_needs(facts))
     return found + _updates_present(facts) + facts.unproved(_update_needs(facts))
 
 
@@ -137,83 +136,13 @@ def order(facts: Facts) -> list[str]:
     return found
 
 
-@frozen(eq=False)
-class Declared:
-    """What a schedule declares about the weights its tasks read.
-
-    Attributes:
-        staleness: per task how many updates older than the newest the weights are that it reads; the newest
-            is counted from the UPDATE tasks of its stage that stand before it on its lane.
-        kept: per stage how many versions are kept at once.
-    """
-
-    staleness: npt.NDArray[Any]
-    kept: npt.NDArray[Any]
-
-
-def synchronous(plan: Plan) -> Declared:
-    """Every task reads the newest weights, of which one version is kept."""
-    return Declared(np.zeros(len(plan.table), np.int64), np.ones(len(plan.graph.stages), np.int64))
-
-
-# By schedule name, what asynchronous schedules declare; every other one is synchronous.
-DECLARED: dict[str, Callable[[Plan], Declared]] = {}
-
-
-def versions(facts: Facts) -> list[str]:
-    """Every task reads the version that its schedule declares, and one that is still kept."""
-    declared = DECLARED.get(facts.plan.schedule, synchronous)(facts.plan)
-    table = facts.table
-    reading = np.isin(table.kind, COUNTED)
-    made = _updates_before(facts)
-    stale = made - table.version
-    kept = declared.kept[table.stage]
-    early = np.flatnonzero(reading & (stale < 0))
-    gone = np.flatnonzero(reading & (stale >= kept))
-    other = np.flatnonzero(reading & (stale >= 0) & (stale < kept) & (stale != declared.staleness))
-    return [
-        *some(early, (
-            f"{facts.task(i)} reads weight version {table.version[i]}, but {_updates(made[i])} of its stage "
-            "stand before it" for i in early.tolist()
-        )),
-        *some(gone, (
-            f"{facts.task(i)} reads weight version {table.version[i]} after {_updates(made[i])} of its "
-            f"stage; the newest {kept[i]} are kept" for i in gone.tolist()
-        )),
-        *some(other, (
-            f"{facts.task(i)} reads weights {_updates(stale[i])} old; schedule {facts.plan.schedule!r} "
-            f"declares {declared.staleness[i]}" for i in other.tolist()
-        )),
-    ]
-
-
-def _updates_before(facts: Facts) -> Rows:
-    """Per task the UPDATEs of its stage that stand before it on its device's compute lane."""
-    table = facts.table
-    made = np.zeros(len(table), np.int64)
-    for lanes in facts.plan.lanes:
-        lane = lanes[Lane.COMPUTE]
-        is_update = table.kind[lane] == Kind.UPDATE
-        if not is_update.any():
-            continue
-        for stage in np.unique(table.stage[lane][~is_update]).tolist():
-            own = table.stage[lane] == stage
-            counts = np.cumsum(is_update & (own | (table.stage[lane] < 0)))
-            made[lane[own]] = counts[own]
-    return made
-
-
-def _updates(count: Any) -> str:
-    return "1 update" if count == 1 else f"{count or 'no'} updates"
-
-
 def updates(facts: Facts) -> list[str] | NotChecked:
     """In a synchronous plan no UPDATE starts before every backward of every device has ended, so that
     clipping and checks for inf see all gradients; plans with ``update_early`` opt out."""
     plan = facts.plan
     if plan.update_early:
         return NotChecked("the plan updates each stage early, so nothing may need all gradients at once")
-    if plan.schedule in DECLARED:
+    if plan.asynchronous:
         return NotChecked("an asynchronous plan updates while other gradients are under way")
     if facts.reach.order is None:
         return UNRUNNABLE

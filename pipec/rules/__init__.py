@@ -1,0 +1,53 @@
+"""Weight rules of asynchronous schedules, one a file, and the registry of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import fields
+
+from pipec.errors import PipecError, PlanError
+from pipec.rules.base import Reads, Rule, declared_versions, newest_by_row, update_every
+from pipec.rules.corrected import Corrected
+from pipec.rules.live import Live
+from pipec.rules.nesterov import Nesterov
+from pipec.rules.predicted import Predicted
+from pipec.rules.stash import Stash
+from pipec.rules.two_buffered import TwoBuffered
+
+RULES: dict[str, Callable[..., Rule]] = {
+    rule.name: rule for rule in (Stash, TwoBuffered, Corrected, Predicted, Live, Nesterov)
+}
+
+
+def find_rule(text: str) -> Rule:
+    """The rule whose ``text`` is ``text``.
+
+    Raises:
+        PlanError: an unknown rule or option.
+    """
+    words = text.split()
+    if not words or words[0] not in RULES:
+        raise PlanError(f"unknown weight rule {text!r}; known are {', '.join(RULES)}")
+    make: Any = RULES[words[0]]
+    options = dict(word.partition("=")[::2] if "=" in word else (word, True) for word in words[1:])
+    known = {option.name for option in fields(make)}
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise PlanError(f"weight rule {text!r}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    try:
+        return make(**{name: _read(value) for name, value in options.items()})  # type: ignore[no-any-return]
+    except (PipecError, ValueError) as error:
+        raise PlanError(f"weight rule {text!r}: {error}") from None
+
+
+def _read(value: Any) -> Any:
+    """A whole number as one; everything else as it is, for the rule's own converter."""
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+__all__ = [
+    "RULES", "Corrected", "Live", "Nesterov", "Predicted", "Reads", "Rule", "Stash", "TwoBuffered",
+    "declared_versions", "find_rule", "newest_by_row", "update_every",
+]

@@ -1,0 +1,34 @@
+"""Discrepancy correction (PipeMare, arXiv 1910.05124, technique T2)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import field, frozen
+
+from pipec.errors import ScheduleError
+from pipec.rules.base import Counts, Reads, Rule
+
+
+def _decay(value: float | str) -> float | str:
+    if value == "optimal":
+        return "optimal"
+    number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else -1.0
+    if not 0 < number < 1:
+        raise ScheduleError(f"correction: the decay D lies between 0 and 1, or is 'optimal'; got {value!r}")
+    return number
+
+
+@frozen
+class Corrected(Rule):
+    """Forward and backward read the newest weights, the backward corrected by their mean change.
+
+    u = w - (tau_fwd - tau_bkwd) * delta, where delta averages w(t+1) - w(t) with g = D^(1/(tau_fwd - tau_bkwd)).
+    ``decay``: D, or "optimal" for g = 1 - 2/(tau_fwd - tau_bkwd + 1).
+    """
+
+    name: ClassVar[str] = "corrected"
+    decay: float | str = field(default=0.135, converter=_decay)
+
+    def versions(self, reads: Reads) -> Counts:
+        return reads.newest

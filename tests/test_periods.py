@@ -1,0 +1,144 @@
+"""The steps of asynchronous plans: prologue, steady period and epilogue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import ancestors, needs, pipelines, unet
+
+import pipec
+from pipec import LiveWeights, Nesterov, PipeDream, PipeDream2BW, PipeMare, Predicted
+from pipec.ir import Kind, Lane, Plan
+from pipec.periods import minibatch_of, periods, settled
+
+POLICIES: tuple[Any, ...] = (
+    PipeDream(), PipeDream(vertical_sync=True), PipeMare(), PipeMare("1f1b"), PipeMare(correction=None), Predicted(),
+    Predicted("full"), LiveWeights(), Nesterov(), Nesterov(stash=False),
+)
+
+
+def compiled(net: Any, devices: int, microbatches: int, schedule: Any, **options: Any) -> Plan:
+    return pipec.compile(net, devices, microbatches, schedule, update="stage", **options)
+
+
+def tokens(plan: Plan, ids: Any, device: int) -> str:
+    return " ".join(str(plan.table.task(i)) for i in ids.tolist()
+                    if plan.table.device[i] == device and plan.table.kind[i] != Kind.COPY)
+
+
+def test_steps_of_a_small_pipedream() -> None:
+    plan = compiled(pipec.chain(3), 3, 2, "pipedream")
+    found = periods(plan)
+    assert (plan.minibatches, plan.microbatches, plan.minibatch, found.steady) == (5, 10, 2, 2)
+    lists = [[tokens(plan, found.ids(k), d) for d in range(3)] for k in range(6)]
+    assert lists == [
+        ["0F0 0F1", "1F0 1F1 1B0", "2F0 2B0 2F1 2B1 2U0"],
+        ["0F2 0B0 0F3 0B1 0U0", "1F2 1B1 1U0 1F3 1B2", "2F2 2B2 2F3 2B3 2U1"],
+        ["0F4 0B2 0F5 0B3 0U1", "1F4 1B3 1U1 1F5 1B4", "2F4 2B4 2F5 2B5 2U2"],
+        ["0F6 0B4 0F7 0B5 0U2", "1F6 1B5 1U2 1F7 1B6", "2F6 2B6 2F7 2B7 2U3"],
+        ["0F8 0B6 0F9 0B7 0U3", "1F8 1B7 1U3 1F9 1B8", "2F8 2B8 2F9 2B9 2U4"],
+        ["0B8 0B9 0U4", "1B9 1U4", ""],
+    ]
+
+
+def test_a_backward_and_a_forward_share_a_tick_in_pipemare() -> None:
+    plan = compiled(pipec.chain(2), 2, 1, "pipemare")
+    assert [tokens(plan, plan.lanes[d][Lane.COMPUTE], d) for d in range(2)] == [
+        "0F0 0F1 0F2 0B0 0F3 0U0 0B1 0F4 0U1 0B2 0F5 0U2 0B3 0U3 0B4 0U4 0B5 0U5",
+        "1F0 1B0 1F1 1U0 1B1 1F2 1U1 1B2 1F3 1U2 1B3 1F4 1U3 1B4 1F5 1U4 1B5 1U5",
+    ]
+
+
+@st.composite
+def asynchronous_plans(draw: Any, most: int = 5) -> Plan:
+    net = draw(pipelines(most=most))
+    count = len(net.spec.stages)
+    devices = draw(st.integers(1, min(3, count)))
+    placement = draw(st.sampled_from(["linear", "looped"] + (["v"] if count >= 2 * devices else [])))
+    microbatches = draw(st.integers(1, 5))
+    policy = draw(st.sampled_from(POLICIES))
+    if draw(st.booleans()):
+        policy = LiveWeights(draw(st.sampled_from([a for a in range(1, 6) if microbatches % a == 0])))
+    return compiled(net, devices, microbatches, policy, placement=placement,
+                    recompute=draw(st.sampled_from(["never", "always"])))
+
+
+@given(asynchronous_plans())
+@settings(max_examples=40, deadline=None)
+def test_a_step_runs_what_needs_its_minibatch_and_nothing_that_needs_a_later_one(plan: Plan) -> None:
+    found, before = periods(plan), needs(plan)
+    table, roots = plan.table, [not stage.reads for stage in plan.graph.stages]
+    for task in range(len(plan)):
+        fed = [int(table.microbatch[t]) // plan.minibatch for t in ancestors(before, task) | {task}
+               if table.kind[t] == Kind.FORWARD and roots[table.stage[t]]]
+        assert min(found.step[task], plan.minibatches - 1) == max(fed, default=0)
+    assert (np.diff(found.step) >= 0).all()  # every device's list runs step after step
+
+
+@given(asynchronous_plans())
+@settings(max_examples=40, deadline=None)
+def test_three_steady_steps_are_equal_up_to_a_minibatch_and_its_updates(plan: Plan) -> None:
+    found = periods(plan)
+    assert found.steady == plan.minibatches - 3
+    table, updates = plan.table, plan.minibatch // plan.update_every
+    trained = set(table.stage[table.kind == Kind.UPDATE].tolist())
+
+    def seen(step: int) -> list[Any]:
+        rows = []
+        for i in found.ids(step).tolist():
+            task = table.task(i)
+            shift = (updates if task.kind is Kind.UPDATE else plan.minibatch) * step
+            version = task.version - step * updates * (task.kind is not Kind.COPY and task.stage in trained)
+            rows.append((task.kind, task.stage, task.microbatch - shift, version, task.device, task.peer))
+        return rows
+
+    first = seen(found.steady)
+    assert first == seen(found.steady + 1) == seen(found.steady + 2)
+    assert sum(row[0] is Kind.FORWARD for row in first) == plan.minibatch * len(plan.graph.stages)
+
+
+@given(asynchronous_plans(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_flush_after_some_minibatches_leaves_nothing_of_them(plan: Plan, data: Any) -> None:
+    found = periods(plan)
+    after = data.draw(st.integers(1, plan.minibatches))
+    done = np.concatenate([np.flatnonzero(found.step < after), found.flush(after)])
+    assert sorted(done.tolist()) == np.flatnonzero(minibatch_of(plan) < after).tolist()
+    before = needs(plan)
+    wanted = {task for task in done.tolist() for task in plan.waits.of(task).tolist()}
+    assert wanted <= set(done.tolist())
+    assert all(before[task] <= set(range(len(plan))) for task in done.tolist())
+    if after == plan.minibatches:
+        assert found.flush(after).tolist() == found.ids(after).tolist()
+
+
+def test_the_flush_of_a_longer_run_is_the_epilogue_moved_on() -> None:
+    plan = compiled(unet(2), 3, 2, "pipemare")
+    found = periods(plan)
+    last = [str(plan.table.task(i)) for i in found.flush(plan.minibatches).tolist()]
+    for back in (1, 2):
+        ids = found.flush(plan.minibatches - back)
+        moved = plan.table.take(ids)
+        own = plan.minibatch - np.where(moved.kind == Kind.UPDATE, plan.minibatch - 1, 0)
+        column = moved.microbatch + back * own
+        assert [str(evolve(moved.task(i), microbatch=int(column[i]))) for i in range(len(ids))] == last
+
+
+def test_a_synchronous_plan_has_one_step() -> None:
+    plan = pipec.compile(pipec.chain(3), 3, 4)
+    found = periods(plan)
+    assert found.step.tolist() == [0] * len(plan)
+    assert (plan.asynchronous, plan.minibatches, plan.minibatch, plan.update_every) == (False, 1, 4, 4)
+    with pytest.raises(pipec.PlanError, match="no steady period"):
+        settled(plan)
+
+
+def test_two_buffered_weights_need_a_microbatch_per_stage() -> None:
+    with pytest.raises(pipec.ScheduleError, match="4 chunks, but microbatches=3"):
+        compiled(pipec.chain(4), 4, 3, PipeDream2BW())
+    assert settled(compiled(pipec.chain(4), 4, 4, PipeDream2BW())).steady == 2
