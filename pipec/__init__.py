@@ -3,8 +3,9 @@
 from pipec.compiler import compile  # noqa: A004 - pipec.compile is the verb of this library
 from pipec.costs import Costs, StageCosts, activations
 from pipec.dsl import Pipeline, chain
-from pipec.errors import PipecError, PlanError, RenderError, RunError, ScheduleError, SpecError
+from pipec.errors import PipecError, PlanError, RankError, RenderError, RunError, ScheduleError, SpecError
 from pipec.ir import Kind, Lane, Plan, Task
+from pipec.lazy import lazy
 from pipec.render import draw
 from pipec.runtime.batchnorm import deferred_batch_norm
 from pipec.runtime.check import check
@@ -30,8 +31,8 @@ from pipec.values import skip
 __version__ = "0.1.0"
 __all__ = [
     "Costs", "Kind", "Lane", "LiveWeights", "Nesterov", "PipeDream", "PipeDream2BW", "PipeMare", "PipecError",
-    "Pipeline", "Plan", "PlanError", "Predicted", "RenderError", "Result", "RunError",
-    "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain",
-    "check", "compile", "deferred_batch_norm", "draw", "parse_schedule", "profile", "reference", "schedules", "skip",
+    "Pipeline", "Plan", "PlanError", "Predicted", "RankError", "RenderError", "Result", "RunError", "Runner",
+    "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain", "check",
+    "compile", "deferred_batch_norm", "draw", "lazy", "parse_schedule", "profile", "reference", "schedules", "skip",
     "torch_csv",
 ]

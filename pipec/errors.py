@@ -34,6 +34,14 @@ class RunError(PipecError):
     """A batch, an optimizer or a device does not fit the plan, or a run was used in a way it cannot serve."""
 
 
+class RankError(RunError):
+    """Another rank failed, ended, or runs something else; ``rank`` is its number, -1 where it is not one alone."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class RenderError(PipecError):
     """A picture could not be made."""
 

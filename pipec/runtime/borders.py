@@ -181,6 +181,18 @@ class Parcel:
         for other in self._others:
             yield from other.tensors()
 
+    def taken(self) -> tuple[Any, Any]:
+        """What must be known beside the gradients, and the gradients: for a parcel that leaves the process."""
+        return (self._readers, self._left, tuple(self._waiting)), [self._total, *self._waiting.values()]
+
+    @staticmethod
+    def given(head: Any, gradients: Any) -> Parcel:
+        """The parcel of which :meth:`taken` gave both parts."""
+        made = Parcel(head[0])
+        made._left, made._total = head[1], gradients[0]
+        made._waiting = dict(zip(head[2], gradients[1:], strict=True))
+        return made
+
     def sum(self) -> Gradient:
         """All that arrived, as one gradient."""
         if not self._waiting and not self._others:

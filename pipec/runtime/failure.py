@@ -9,6 +9,7 @@ from typing import Literal
 from attrs import frozen
 from torch import Tensor
 
+from pipec.errors import RankError
 from pipec.runtime.program import Op
 from pipec.runtime.shared import SharedBuffers
 from pipec.runtime.stages import Stage
@@ -35,9 +36,10 @@ def describe(graph: Graph, op: Op | None) -> str:
 
 def annotate(failure: Failure, graph: Graph, updated: Sequence[str] = ()) -> BaseException:
     """The original exception with notes that say where it happened (``__notes__``, shown since Python 3.11)."""
-    note(failure.error, f"pipec: raised in {describe(graph, failure.op)}")
+    if not isinstance(failure.error, RankError):  # which says itself where
+        note(failure.error, f"pipec: raised in {describe(graph, failure.op)}")
     for other in failure.others:
-        note(failure.error, f"pipec: {describe(graph, other.op)} failed as well: {_told(other.error)}")
+        note(failure.error, f"pipec: {describe(graph, other.op)} failed as well: {told(other.error)}")
     if updated:
         note(failure.error, f"pipec: updated before: {', '.join(updated)}; their parameters have changed")
     return failure.error
@@ -54,7 +56,7 @@ def note(error: BaseException, text: str) -> None:
         return
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # a user's __str__ may fail too

@@ -26,9 +26,11 @@ class Updater:
     """
 
     def __init__(
-        self, plan: Plan, optimizer: Any, stages: Sequence[Stage], scaler: Any = None, hook: Hook | None = None
+        self, plan: Plan, optimizer: Any, stages: Sequence[Stage], scaler: Any = None, hook: Hook | None = None,
+        anywhere: Callable[[bool], bool] = bool,
     ) -> None:
-        self.update, self.scaler, self.hook = plan.update, scaler, hook
+        """``anywhere``: whether a flag is true in any of the processes that run the plan."""
+        self.update, self.scaler, self.hook, self._anywhere = plan.update, scaler, hook, anywhere
         self.per_stage: dict[int, Optimizer] = {}
         self.skip = False
         self.updated: list[int] = []
@@ -105,7 +107,9 @@ class Updater:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
             gradients = [p.grad for p in everything if p.grad is not None]
-            self.skip = not all(bool(torch.isfinite(g).all()) for g in gradients)
+            found = not all(bool(torch.isfinite(g).all()) for g in gradients)
+            self.skip = self._anywhere(found)
+            tell_scaler(self.scaler, self.skip)
         if self.hook is not None and not self.skip:
             try:
                 self.hook(everything)
@@ -134,6 +138,17 @@ class Updater:
             self.scaler.update()
         for parameter in self._everything(parameters):
             parameter.grad = None
+
+
+def tell_scaler(scaler: Any, found: bool) -> None:
+    """Let a scaler know whether there was an inf anywhere, so that the scales of all processes stay the same."""
+    states = scaler._per_optimizer_states
+    if not any(state["found_inf_per_device"] for state in states.values()):  # no optimizer here has a gradient
+        states[0]["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
+    if found:
+        for state in states.values():
+            for flag in state["found_inf_per_device"].values():
+                flag.fill_(1.0)
 
 
 def check_early(stages: Sequence[Stage], scaler: Any, hook: Hook | None) -> None:

@@ -34,6 +34,7 @@ class Result:
         losses: by name, scalars.
         outputs: by name, microbatches joined.
         microbatches: how many the minibatch was cut into; fewer than the plan's when it had fewer rows.
+        elsewhere: of a run over several ranks, outputs that are in another rank's result, with its device.
         skipped: True when a gradient scaler found an inf or NaN and no stage was updated.
     """
 
@@ -41,6 +42,7 @@ class Result:
     outputs: dict[str, Any]
     microbatches: int
     skipped: bool = False
+    elsewhere: tuple[tuple[str, int], ...] = ()
 
     def __repr__(self) -> str:
         losses = ", ".join(f"{name} {_number(value)}" for name, value in self.losses.items()) or "none"
@@ -70,6 +72,9 @@ class Result:
         Raises:
             RunError: there are none or several; take them by name from ``outputs``.
         """
+        if self.elsewhere and not self.outputs:
+            told = ", ".join(f"{name!r} with that of device {device}" for name, device in self.elsewhere)
+            raise RunError(f"outputs are on other ranks: {told}; give Runner(outputs='all') to have them on every rank")
         if len(self.outputs) != 1:
             told = ", ".join(self.outputs) or "none declared"
             raise RunError(f"the pipeline has {len(self.outputs)} outputs: {told}")

@@ -9,18 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from pipec.compiler import forward_plan, with_microbatches
 from pipec.errors import RunError, raise_all
 from pipec.ir import Kind, Plan
 from pipec.runtime import checkpoint, names
+from pipec.runtime.alone import Alone, party
 from pipec.runtime.backends import Auto, Backend, Replay, Threads
 from pipec.runtime.batchnorm import deferred_layers, minibatch
-from pipec.runtime.channels import Channels
 from pipec.runtime.cpu_lanes import CpuLanes
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
+from pipec.runtime.fit import check_fit
 from pipec.runtime.gradients import Accumulator, commit, shared_parameters
 from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.program import Op, Program, build_program
@@ -32,7 +34,6 @@ from pipec.runtime.step import Batch, Probe, Step
 from pipec.runtime.trace import measured
 from pipec.timeline import Timeline
 
-BACKENDS = ("auto", "threads", "replay", "lanes")
 _numbers = count()
 
 
@@ -48,7 +49,14 @@ class Runner:
         backend: "threads" (a worker per device), "replay" (one thread), or by default "auto": one thread in the first
             step and while tasks take less than 0.2 ms on average, where threads only wait for Python's lock, else a
             worker per device. "lanes" has a worker per lane (compute, copy out, copy in of every device) and copies
-            that really copy, in the order in which streams of GPUs would work. The numbers are the same.
+            that really copy, in the order in which streams of GPUs would work. "distributed", the default under an
+            initialised process group of several processes: this process is one device, see docs/distributed.md. The
+            numbers are the same.
+        mesh: of a distributed run: a DeviceMesh with the dimensions "pp" and, for replicas, "dp"; by default all
+            processes in their order.
+        outputs: of a distributed run: "owner": outputs are in the results of the rank of their stage; "all": of every
+            rank.
+        timeout: of a distributed run: seconds after which a rank that does not answer is given up.
         before_update: called with all trained parameters when all gradients are there and before any UPDATE
             (clipping).
         scaler: a ``torch.amp.GradScaler``; with UPDATE tasks the runner unscales, skips and adjusts it.
@@ -75,22 +83,15 @@ class Runner:
         seed: int | None = None,
         model: names.Model | None = None,
         watchdog: float | None = 300.0,
+        mesh: Any = None,
+        outputs: str = "owner",
+        timeout: float = 300.0,
     ) -> None:
-        if isinstance(pipeline, Plan) or not isinstance(plan, Plan):
-            swapped = "; swap them" if isinstance(pipeline, Plan) and hasattr(plan, "spec") else ""
-            raise RunError(
-                f"Runner(pipeline, plan): got {type(pipeline).__name__} and {type(plan).__name__}{swapped}"
-            )
+        check_fit(pipeline, plan, devices, backend)
         self.spec, self.plan = pipeline.spec, plan
-        self._check(devices, backend)
-        self.stages: list[Stage] = bind(self.spec)
-        self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
-        tell_compiled(
-            self.stages[s] for s in np.unique(plan.table.stage[plan.table.kind == Kind.BACKWARD_WEIGHT]).tolist()
-        )
-        self._backend: Backend = self._make_backend(backend, watchdog)
-        self._updater = Updater(plan, optimizer, self.stages, scaler, before_update)
-        self._owners = names.owners(self.stages, model)
+        self._party: Alone = party(self.spec, plan, backend, mesh, timeout, outputs)
+        with self._party.agreement({"scaler": scaler is not None, "outputs option": outputs}):
+            self._make(backend, watchdog, optimizer, scaler, before_update, model)
         self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
@@ -99,25 +100,20 @@ class Runner:
         self._streams = Streams()
         self.probe: Probe | None = None
 
-    def _check(self, devices: Sequence[Any] | None, backend: str | None) -> None:
-        if self.spec.graph != self.plan.graph:
-            raise RunError(
-                f"the plan was compiled for another pipeline: {_difference(self.spec.graph, self.plan.graph)}; "
-                "compile this pipeline again"
-            )
-        empty = [stage.name for stage in self.spec.stages if stage.fn is None]
-        if empty:
-            raise RunError(
-                f"stages without a module cannot run: {', '.join(empty)}; placeholders are for plans and pictures"
-            )
-        if devices is not None:
-            if len(devices) != self.plan.devices:
-                raise RunError(f"the plan has {self.plan.devices} devices, got {len(devices)}: {list(devices)}")
-            other = [str(d) for d in devices if torch.device(d).type != "cpu"]
-            if other:
-                raise RunError(f"this version runs on CPU devices; got {', '.join(other)}")
-        if backend is not None and backend not in BACKENDS:
-            raise RunError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
+    def _make(
+        self, backend: str | None, watchdog: float | None, optimizer: Any, scaler: Any, hook: Hook | None,
+        model: names.Model | None,
+    ) -> None:
+        """What belongs to the stages of this process."""
+        plan = self.plan
+        self.stages: list[Stage] = bind(self._party.local(self.spec))
+        self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
+        tell_compiled(
+            self.stages[s] for s in np.unique(plan.table.stage[plan.table.kind == Kind.BACKWARD_WEIGHT]).tolist()
+        )
+        self._backend: Backend = self._party.backend or self._make_backend(backend, watchdog)
+        self._updater = Updater(plan, optimizer, self.stages, scaler, hook, self._party.anywhere)
+        self._owners = names.owners(self.stages, model)
 
     def _make_backend(self, backend: str | None, watchdog: float | None) -> Backend:
         name = f"{self.spec.name} {next(_numbers)}"
@@ -149,43 +145,53 @@ class Runner:
             raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
-        batch = Batch(self.spec, args, inputs, self.plan.microbatches)
-        plan, program = self._program(True, batch.microbatches)
         trained = [stage.trainable() for stage in self.stages]
+        used = [own for own, info in zip(trained, self.plan.graph.stages, strict=True) if info.backward]
+        parameters = list({id(p): p for own in used for p in own}.values())
+        updater, party, position = self._updater, self._party, self._position.pinned()
+
+        def made() -> Batch:
+            updater.check(parameters)
+            return Batch(self.spec, args, inputs, self.plan.microbatches, party.inputs_elsewhere(self.stages))
+
+        batch = party.begin(made, True, position)
+        plan, program = self._program(True, batch.microbatches)
         shared = shared_parameters(trained)
         accumulators = [
             Accumulator(own, shared, order) for own, order in zip(trained, program.backward_order, strict=True)
         ]
-        updater = self._updater
         step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
-                    self.probe, random=Randomness(self._streams, self._position.pinned()))
-        used = [own for own, info in zip(trained, plan.graph.stages, strict=True) if info.backward]
-        parameters = list({id(p): p for own in used for p in own}.values())
-        updater.check(parameters)
+                    self.probe, random=Randomness(self._streams, party.position(position)))
         with Undo(self.stages, parameters, [*updater.others(parameters), *batch.leaves()]) as undo:
             for accumulator in accumulators:
                 accumulator.begin()
                 accumulator.direct &= self.probe is None
             self._split(program, accumulators)
             updater.begin()
-            devices, channels = self._devices(program, step)
-            with minibatch(self._deferred):
-                self._run(devices, program.ops, channels, step)
-            undo.check_shared_buffers()
-            result = step.result()
-            if not plan.update_early:
-                commit(accumulators, shared)
-                step.backward_inputs()
-                updater.prepare(parameters)
-            if any(program.updates):
-                self._run(devices, program.updates, channels, step)
-            if plan.update_early:
-                step.backward_inputs()
-            updater.finish(parameters)
+            devices, channels = party.devices(plan, program, self.stages, step, self._backend)
+
+            def tasks() -> None:
+                with minibatch(self._deferred):
+                    self._run(devices, program.ops, channels, step)
+                undo.check_shared_buffers()
+
+            def updates() -> None:
+                if not plan.update_early:
+                    commit(accumulators, shared)
+                    step.backward_inputs()
+                    updater.prepare(parameters)
+                if any(program.updates):
+                    self._run(devices, party.updates(program), channels, step)
+                if plan.update_early:
+                    step.backward_inputs()
+                updater.finish(parameters)
+
+            result = party.settle(step, channels, tasks)
+            party.finish(plan, updates)
         self._position = self._position.advanced()
         self._last = (plan, step)
         step.forget()
-        return Result(result.losses, result.outputs, result.microbatches, updater.skip)
+        return evolve(result, skipped=updater.skip)
 
     def _split(self, program: Program, accumulators: list[Accumulator]) -> None:
         """Prepare stages whose backward comes in two halves: their gradients pass through the accumulator."""
@@ -199,7 +205,7 @@ class Runner:
             commit([step.accumulators[stage]], shared)
         self._updater.step(stage)
 
-    def _run(self, devices: list[Device], ops: Sequence[Sequence[Op]], channels: Channels, step: Step) -> None:
+    def _run(self, devices: list[Device], ops: Sequence[Sequence[Op]], channels: Any, step: Step) -> None:
         """Run tasks; what one of them raised comes out with a note that says where."""
         failure = self._backend.run(devices, ops, channels)
         if failure is None:
@@ -227,27 +233,33 @@ class Runner:
     def _forward(self, args: Sequence[Any], inputs: dict[str, Any], losses: bool) -> Result:
         needed = {index for stage in self.stages for index in stage.needed_inputs}
         optional = [index for index in range(len(self.spec.inputs)) if index not in needed]
-        batch = Batch(self.spec, args, inputs, self.plan.microbatches, optional)
-        if not losses:
-            batch.wanted_losses = set()
+        optional += self._party.inputs_elsewhere(self.stages)
+        party, position = self._party, self._position.pinned()
+
+        def made() -> Batch:
+            batch = Batch(self.spec, args, inputs, self.plan.microbatches, optional)
+            if not losses:
+                batch.wanted_losses = set()
+            return batch
+
+        batch = party.begin(made, False, position)
         plan, program = self._program(False, batch.microbatches)
-        step = Step(plan, batch, [], random=Randomness(self._streams, self._position.pinned(), inference=True))
+        step = Step(plan, batch, [], random=Randomness(self._streams, party.position(position), inference=True))
         flags = training_flags(self.stages)
         try:
             for module, _ in flags:
                 module.training = False
             with Undo(self.stages, [], training=False) as undo, torch.no_grad():
-                devices, channels = self._devices(program, step)
-                self._run(devices, program.ops, channels, step)
-                undo.check_shared_buffers()
+                devices, channels = party.devices(plan, program, self.stages, step, self._backend)
+
+                def tasks() -> None:
+                    self._run(devices, program.ops, channels, step)
+                    undo.check_shared_buffers()
+
+                return party.settle(step, channels, tasks)
         finally:
             for module, training in flags:
                 module.training = training
-        return step.result()
-
-    def _devices(self, program: Program, step: Step) -> tuple[list[Device], Channels]:
-        channels = self._backend.channels(program.routes) or Channels(program.routes)
-        return [Device(d, slots, self.stages, step, channels) for d, slots in enumerate(program.slots)], channels
 
     def _program(self, training: bool, microbatches: int) -> tuple[Plan, Program]:
         key = training, microbatches
@@ -345,33 +357,25 @@ class Runner:
         self._position = checkpoint.restore(self._owners, self.optimizers, self._updater.scaler, state)
 
     def trace(self) -> Timeline:
-        """The measured timeline of the last training step, in milliseconds.
+        """The measured timeline of the last training step, in milliseconds. Over ranks all of them call it.
 
         Raises:
             RunError: there was no step yet.
         """
         if self._last is None:
             raise RunError("nothing was measured yet: run a step first")
-        return measured(*self._last)
+        plan, step = self._last
+        return measured(plan, *self._party.times(step))
 
     def close(self) -> None:
         """End the worker threads. Also done when the runner is garbage."""
         self._closed = True
         self._backend.close()
         self._streams.close()
+        self._party.close()
 
     def __enter__(self) -> Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _difference(mine: Any, theirs: Any) -> str:
-    own, other = [s.name for s in mine.stages], [s.name for s in theirs.stages]
-    if own != other:
-        return f"its stages are {', '.join(own)}, the plan's are {', '.join(other)}"
-    if [v.name for v in mine.values] != [v.name for v in theirs.values]:
-        return f"it carries {[v.name for v in mine.values]}, the plan carries {[v.name for v in theirs.values]}"
-    return "its edges, losses or buffers differ from the plan's"
-

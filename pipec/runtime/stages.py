@@ -7,11 +7,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from pipec.errors import RunError
+from pipec.lazy import Lazy
 from pipec.runtime.borders import anchored, own, private, unpack, version
 from pipec.runtime.borrowed import modules_of
 from pipec.runtime.buffers import BufferKeeper
@@ -290,6 +291,7 @@ def bind(spec: Spec) -> list[Stage]:
         RunError: a loss has trainable parameters that its stage does not own, a stage has lazy parameters, or uses a
             module from outside that changes.
     """
+    spec = built(spec)
     stages = [Stage(spec, index) for index in range(len(spec.stages))]
     for stage in stages:
         lazy = [name for name, p in stage.named_parameters() if isinstance(p, UninitializedParameter)]
@@ -307,6 +309,16 @@ def bind(spec: Spec) -> list[Stage]:
                     "would train; make it a stage that returns the loss, or switch off their requires_grad"
                 )
     return stages
+
+
+def built(spec: Spec) -> Spec:
+    """The spec with the modules of its lazy stages."""
+    if not any(isinstance(stage.fn, Lazy) for stage in spec.stages):
+        return spec
+    return evolve(spec, stages=tuple(
+        evolve(stage, fn=stage.fn.build(place)) if isinstance(stage.fn, Lazy) else stage
+        for place, stage in enumerate(spec.stages)
+    ))
 
 
 @torch.no_grad()

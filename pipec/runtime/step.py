@@ -37,20 +37,30 @@ class Batch:
         self.spec = spec
         self.values = bind_inputs(spec, args, kwargs, optional)
         self.rows = row_count(spec, self.values)
-        self.microbatches = microbatches if self.rows is None else min(microbatches, self.rows)
-        self.parts = None if self.rows is None else sizes(self.rows, self.microbatches)
         self.wanted_losses = {
             index for index, loss in enumerate(spec.losses)
             if all(self.values[ref.index] is not MISSING for ref in loss.refs() if ref.source == "input")
             and (loss.count is None or all(v is not MISSING for v in self._named(loss.count).values()))
         }
+        self.counts = [self._count(index) for index in range(len(spec.losses))]
+        self.measure(microbatches, self.rows, self.rows, self.counts)
+
+    def measure(
+        self, microbatches: int, rows: int | None, total: int | None, counts: Sequence[float], replicas: int = 1
+    ) -> None:
+        """Cut ``rows`` into microbatches; losses are weighed against ``total`` rows and ``counts`` of all replicas."""
+        self.rows, self.counts = rows, list(counts)
+        self.microbatches = microbatches if rows is None else min(microbatches, rows)
+        self.parts = None if rows is None else sizes(rows, self.microbatches)
         self.weights = [
-            self._weights(index) if index in self.wanted_losses else [] for index in range(len(spec.losses))
+            self._weights(index, total, replicas) if index in self.wanted_losses else []
+            for index in range(len(self.spec.losses))
         ]
 
-    def _weights(self, index: int) -> list[float]:
-        loss, count = self.spec.losses[index], self.microbatches
-        if loss.count is not None:
+    def _count(self, index: int) -> float:
+        """What a loss's sum is divided by, 0 for one without a count."""
+        loss = self.spec.losses[index]
+        if loss.count is not None and index in self.wanted_losses:
             try:
                 given = loss.count(**self._named(loss.count))
             except BaseException as error:
@@ -64,12 +74,18 @@ class Batch:
                 raise RunError(
                     f"loss {loss.name!r}: count gave {total:g} for this minibatch; it must be positive and finite"
                 )
-            return [1.0 / total] * count
+            return total
+        return 0.0
+
+    def _weights(self, index: int, total: int | None, replicas: int) -> list[float]:
+        loss, count = self.spec.losses[index], self.microbatches
+        if loss.count is not None:
+            return [1.0 / self.counts[index]] * count
         if loss.reduction == "sum":
             return [1.0] * count
-        if self.parts is None or self.rows is None:
-            return [1.0 / count] * count
-        return [part / self.rows for part in self.parts]
+        if self.parts is None or total is None:
+            return [1.0 / (count * replicas)] * count
+        return [part / total for part in self.parts]
 
     def _named(self, fn: Callable[..., Any]) -> dict[str, Any]:
         import inspect
@@ -180,13 +196,18 @@ def joined_result(batch: Batch, outputs: list[list[Any]], losses: list[list[Any]
     totals = {}
     for index, loss in enumerate(batch.spec.losses):
         if index in batch.wanted_losses:
-            total = None
-            for value, weight in zip(losses[index], batch.weights[index], strict=True):
-                part = value if weight == 1.0 else value * weight
-                total = part if total is None else total + part
-            totals[loss.name] = total
+            totals[loss.name] = total_loss(losses[index], batch.weights[index])
     joined = {out.name: joined_output(out, values) for out, values in zip(batch.spec.outputs, outputs, strict=True)}
     return Result(totals, joined, batch.microbatches)
+
+
+def total_loss(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """One loss of a minibatch: those of its microbatches weighed and summed in ascending order."""
+    total = None
+    for value, weight in zip(values, weights, strict=True):
+        part = value if weight == 1.0 else value * weight
+        total = part if total is None else total + part
+    return total
 
 
 def joined_output(out: OutputSpec, values: list[Any]) -> Any:

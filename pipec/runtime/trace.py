@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from attrs import evolve
 
 from pipec.costs import Costs
 from pipec.ir import Kind, Plan
-from pipec.runtime.step import Step
 from pipec.timeline import Timeline
 
 
-def measured(plan: Plan, step: Step) -> Timeline:
-    """Start and end of every task in milliseconds from the first one's start.
+def measured(plan: Plan, begun: Sequence[int], ended: Sequence[int]) -> Timeline:
+    """Start and end of every task in milliseconds from the first one's start; given in nanoseconds.
 
     A task's cause is whatever ended last before it began among the task before it on its lane and what it waited
     for.
     """
-    starts, ends = np.asarray(step.starts, np.int64), np.asarray(step.ends, np.int64)
+    starts, ends = np.asarray(begun, np.int64), np.asarray(ended, np.int64)
     zero = starts[starts > 0].min(initial=np.iinfo(np.int64).max)
     start, end = np.maximum(starts - zero, 0) / 1e6, np.maximum(ends - zero, 0) / 1e6
     before = np.full(len(plan.table), -1, np.int32)

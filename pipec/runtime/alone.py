@@ -1,0 +1,107 @@
+"""The places in a step where processes must agree, in a run that has one process only: nothing is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import RunError
+from pipec.ir import Plan
+from pipec.runtime.backends import Backend
+from pipec.runtime.channels import Channels
+from pipec.runtime.executor import Device
+from pipec.runtime.program import Program
+from pipec.runtime.randomness import Position
+from pipec.runtime.result import Result
+from pipec.runtime.stages import Stage
+from pipec.runtime.step import Batch, Step
+from pipec.spec import Spec
+
+
+class Alone:
+    """One process runs all devices. ``Ranks`` has the same methods for many."""
+
+    backend: Backend | None = None
+
+    @contextmanager
+    def agreement(self, options: dict[str, Any]) -> Iterator[None]:
+        """Around the making of a runner: what every process must have alike is compared at the end."""
+        yield
+
+    def local(self, spec: Spec) -> Spec:
+        """The stages this process holds; others are placeholders."""
+        return spec
+
+    def inputs_elsewhere(self, stages: Sequence[Stage]) -> list[int]:
+        """Inputs that only other processes need."""
+        return []
+
+    def begin(self, make: Callable[[], Batch], training: bool, position: Position) -> Batch:
+        """The minibatch of a call, checked."""
+        return make()
+
+    def position(self, position: Position) -> Position:
+        """The random numbers of this replica."""
+        return position
+
+    def devices(
+        self, plan: Plan, program: Program, stages: list[Stage], step: Step, backend: Backend
+    ) -> tuple[list[Device], Any]:
+        """The devices this process runs, and the channels between all."""
+        channels = backend.channels(program.routes) or Channels(program.routes)
+        return [Device(d, slots, stages, step, channels) for d, slots in enumerate(program.slots)], channels
+
+    def settle(self, step: Step, channels: Any, work: Callable[[], None]) -> Result:
+        """Run the tasks of a step; what it gave when they ended everywhere."""
+        work()
+        return step.result()
+
+    def updates(self, program: Program) -> Sequence[Sequence[Any]]:
+        """The UPDATE tasks per device."""
+        return program.updates
+
+    def finish(self, plan: Plan, work: Callable[[], None]) -> None:
+        """Commit and update; it ends when it ended everywhere."""
+        work()
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether ``flag`` is true in any process."""
+        return flag
+
+    def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        """The norm of all gradients, as :func:`torch.nn.utils.get_total_norm` computes it."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm_type)
+
+    def times(self, step: Step) -> tuple[list[int], list[int]]:
+        """Start and end of every task in nanoseconds."""
+        return step.starts, step.ends
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def party(spec: Any, plan: Plan, backend: str | None, mesh: Any, timeout: float, outputs: str) -> Alone:
+    """Who takes part in a run: this process alone, or one rank of many.
+
+    Raises:
+        RunError: "distributed" was asked for without a process group, or the number of processes does not fit.
+    """
+    from pipec.runtime.distributed.group import running
+
+    if backend not in (None, "distributed") and mesh is None:
+        return Alone()
+    if not running():
+        if backend == "distributed" or mesh is not None:
+            raise RunError(
+                "a distributed run needs torch.distributed.init_process_group() in several processes before; start "
+                "the script with torchrun"
+            )
+        return Alone()
+    from pipec.runtime.distributed.ranks import Ranks
+
+    return Ranks(spec, plan, mesh, timeout, outputs)

@@ -1,0 +1,69 @@
+"""What all ranks must have alike before the first step, and the error that names what differs on which rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipec.errors import Problem, RankError, raise_all
+from pipec.ir import TABLE_COLUMNS, Plan
+from pipec.spec import Spec
+
+
+def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
+    """What identifies a pipeline and its plan, in words where there are few and as a hash where there are many."""
+    made = {
+        "torch": torch.__version__.split("+")[0],
+        "pipeline": spec.name,
+        "stages": ", ".join(stage.name for stage in spec.stages),
+        "inputs": ", ".join(f"{item.name} (split {item.split})" for item in spec.inputs),
+        "outputs": ", ".join(item.name for item in spec.outputs) or "none",
+        "losses": ", ".join(f"{item.name} ({item.reduction})" for item in spec.losses) or "none",
+        "edges": _hash(repr(spec.graph)),
+        "placement": str([plan.stage_device(s) for s in range(len(spec.stages))]),
+        "devices": str(plan.devices),
+        "microbatches": str(plan.microbatches),
+        "schedule": plan.schedule,
+        "recompute": plan.recompute,
+        "update": str(plan.update) + (", early" if plan.update_early else ""),
+        **{key: str(value) for key, value in options.items()},
+    }
+    columns = [getattr(plan.table, name) for name in TABLE_COLUMNS]
+    parts = [*columns, *(ids for lanes in plan.lanes for ids in lanes), plan.waits.start, plan.waits.ids]
+    made["tasks"] = _hash(*(part.tobytes() for part in parts))
+    return made
+
+
+def _hash(*parts: Any) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(part if isinstance(part, bytes) else part.encode())
+    return total.hexdigest()[:12]
+
+
+def compare(told: Sequence[dict[str, str]], ranks: Sequence[int], me: int) -> None:
+    """Raise RankError listing what differs between the ranks; ``told[i]`` is what rank ``ranks[i]`` has."""
+    failed = [(rank, own["failed"]) for rank, own in zip(ranks, told, strict=True) if "failed" in own]
+    for rank, text in failed:
+        if rank != me:
+            raise RankError(f"rank {rank} could not make its runner: {text}", rank)
+    if failed:
+        return
+    problems = []
+    for key in told[0]:
+        values: dict[str, list[int]] = {}
+        for rank, own in zip(ranks, told, strict=True):
+            values.setdefault(own.get(key, "nothing"), []).append(rank)
+        if len(values) > 1:
+            text = "; ".join(f"{value} on {_ranks(own)}" for value, own in values.items())
+            problems.append(Problem(f"{key}: {text}"))
+    if len(problems) > 1:  # the order of tasks follows from the rest
+        problems = [p for p in problems if not p.message.startswith("tasks:")]
+    raise_all("the ranks do not run the same plan", problems, RankError)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

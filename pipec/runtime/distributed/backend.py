@@ -1,0 +1,119 @@
+"""The backend of one rank: it runs its own device's list, and after a failure brings the step to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from attrs import frozen
+
+from pipec.errors import RankError
+from pipec.ir import Kind, Plan
+from pipec.runtime.channels import Stopped
+from pipec.runtime.distributed.channels import Message, RankChannels
+from pipec.runtime.distributed.watch import Watch
+from pipec.runtime.executor import Device
+from pipec.runtime.failure import Failure, describe, told
+from pipec.runtime.program import Op, Program, Route
+
+
+class RankDevice(Device):
+    """A device that notes where it stands."""
+
+    __slots__ = ("_at", "_watch")
+
+    def __init__(self, watch: Watch, *args: Any) -> None:
+        self._watch = watch
+        super().__init__(*args)
+
+    @property
+    def at(self) -> Op | None:
+        return self._at
+
+    @at.setter
+    def at(self, op: Op | None) -> None:
+        self._at: Op | None = op
+        self._watch.at(-1 if op is None else op.task)
+
+
+@frozen(eq=False)
+class Traffic:
+    """The messages of one rank in a plan, per other rank in the order they are sent."""
+
+    incoming: dict[int, list[Message]]
+    outgoing: dict[int, list[Message]]
+
+
+def traffic(plan: Plan, program: Program, me: int) -> Traffic:
+    """What the rank of device ``me`` receives and sends."""
+    made = Traffic({}, {})
+    for row in program.ops:
+        for op in row:
+            if op.kind is Kind.COPY and me in op.route:
+                source, target = op.route
+                message = Message(op, int(plan.table.value[op.task]), bool(plan.table.gradient[op.task]), plan.graph)
+                if me == target:
+                    made.incoming.setdefault(source, []).append(message)
+                else:
+                    made.outgoing.setdefault(target, []).append(message)
+    return made
+
+
+class RankBackend:
+    """Runs the list of one device.
+
+    Args:
+        ranks: global rank of every device.
+        me: this rank's device.
+    """
+
+    def __init__(self, ranks: Sequence[int], me: int) -> None:
+        self.ranks, self.me = ranks, me
+
+    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Any) -> Failure | None:
+        """Run to the end, or to the first task that raises here or elsewhere."""
+        (device,), own = devices, ops[self.me]
+        channels = cast(RankChannels, channels)
+        try:
+            channels.begin()
+            device.run(own)
+            channels.finish()
+            return None
+        except Stopped:
+            found = Failure(None, other(channels.failure))
+        except BaseException as error:
+            found = Failure(device.at, error)
+        self._end(device, own, channels, found)
+        try:
+            return found
+        finally:
+            del found  # this frame is in its traceback: a cycle
+
+    def _end(self, device: Device, own: Sequence[Op], channels: RankChannels, found: Failure) -> None:
+        """Let the other ranks come to the end of the step."""
+        story: tuple[Any, ...] | None = channels.failure
+        if story is None:
+            if isinstance(found.error, RankError):
+                story = found.error.rank, str(found.error)
+            else:
+                rank = self.ranks[self.me]
+                where = describe(device.step.plan.graph, found.op)
+                story = rank, f"rank {rank} failed: {told(found.error)} in {where}"
+        if channels.broken is None:
+            try:
+                channels.drain(own, story)
+                return
+            except RankError:  # one is gone meanwhile
+                pass
+        channels.farewell(story)
+
+    def channels(self, routes: tuple[Route, ...]) -> None:
+        """The ranks make their channels themselves."""
+
+    def close(self) -> None:
+        """Nothing to close: the groups belong to the ranks."""
+
+
+def other(failure: tuple[Any, ...] | None) -> RankError:
+    rank, text = failure or (-1, "another rank failed")
+    return RankError(f"{text}; this rank's part of the step was undone", rank)

@@ -1,0 +1,318 @@
+"""Channels between ranks: one first-in first-out queue per ordered pair, over torch.distributed point to point.
+
+The plan says which values a rank sends and receives, in which order. So receives are posted ahead, ``AHEAD`` per
+sender, and waited for when a task needs them; sends are kept until the reader has them, which readers tell in the
+header of what they send back. A message has a header, and content of the form that both sides expect from the last
+step. Where the form is another one, what was expected is sent unfilled, then the new form, then the content.
+
+After a failure a rank runs no more tasks but sends and receives what the plan says, marked as failed. So every rank
+comes to the end of the step, and the connections stay usable.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from pipec.errors import RankError
+from pipec.runtime.channels import Stopped
+from pipec.runtime.distributed.wire import (
+    HEAD,
+    Frame,
+    as_bytes,
+    dumped,
+    fits,
+    frame_of,
+    loaded,
+    payload_of,
+    rebuilt,
+)
+from pipec.runtime.program import Op, Route
+from pipec.spec import Graph
+
+AHEAD = 2  # receives posted per sender beyond what has arrived
+PENDING = 8  # sends that may be under way to a reader that never sends anything back
+EXPECTED, FOLLOWING = 0, 1  # tags of a message's expected content, and of what follows when it is another one
+SAME, CHANGED, FAILED = 0, 1, 2
+
+Lost = Callable[[int, str, BaseException], RankError]  # peer, what it owes, what the connection said
+Key = tuple[int, int, int, bool, int]  # from, to, value, gradient, rows of the microbatch
+
+
+@frozen(eq=False)
+class Message:
+    """One COPY as a rank sees it."""
+
+    op: Op
+    value: int
+    gradient: bool
+    graph: Graph
+
+    @property
+    def what(self) -> str:
+        """The words for it in an error."""
+        name = self.graph.values[self.value].name
+        return f"{'the gradient of ' if self.gradient else ''}value {name!r} of microbatch {self.op.microbatch}"
+
+
+@define(eq=False)
+class Posted:
+    """A receive under way: its buffers, what they are expected to hold, and what to wait for."""
+
+    message: Message
+    frame: Frame | None
+    buffers: list[Tensor]
+    works: list[Any]
+
+
+@define(eq=False)
+class Link:
+    """One direction between this rank and another: what is still to come, and what is under way."""
+
+    peer: int
+    messages: list[Message]
+    at: int = 0  # messages sent, or received
+    posted: deque[Posted] = field(factory=deque)
+    sending: deque[tuple[Any, Any]] = field(factory=deque)  # works and what must live until they end
+    known: int = 0  # of a sending link: how many the reader says it has
+
+
+class RankChannels:
+    """The channels of one rank during one run of a task list.
+
+    Attributes:
+        stopped: True once this rank has failed or knows that another has.
+        failure: what another rank said about its failure.
+    """
+
+    def __init__(
+        self, group: Any, rank: int, incoming: dict[int, list[Message]], outgoing: dict[int, list[Message]],
+        frames: dict[Key, Frame], rows: Sequence[int] | None, timeout: float, device: torch.device, lost: Lost,
+    ) -> None:
+        """``frames``: what both sides expect, from the last step; ``rows`` of every microbatch; ``lost`` words the
+        error about a silent rank."""
+        self._group, self._rank, self._device, self._lost = group, rank, device, lost
+        self._in = {peer: Link(peer, messages) for peer, messages in incoming.items()}
+        self._out = {peer: Link(peer, messages) for peer, messages in outgoing.items()}
+        self._frames, self._rows = frames, rows
+        self.learned: dict[Key, Frame] = {}
+        self._timeout = timedelta(seconds=timeout)
+        self.stopped = False
+        self.failure: tuple[Any, ...] | None = None
+        self.broken: RankError | None = None
+
+    def begin(self) -> None:
+        """Post the first receives of every sender."""
+        for link in self._in.values():
+            self._post(link)
+
+    def _key(self, message: Message) -> Key:
+        rows = -1 if self._rows is None else self._rows[message.op.microbatch]
+        return (*message.op.route, message.value, message.gradient, rows)
+
+    # -- receiving ------------------------------------------------------------------------------------------
+
+    def _post(self, link: Link) -> None:
+        while len(link.posted) < AHEAD and link.at + len(link.posted) < len(link.messages):
+            message = link.messages[link.at + len(link.posted)]
+            frame = self._frames.get(self._key(message))
+            buffers = self._room(frame)
+            works = [self._group.recv([buffer], link.peer, EXPECTED) for buffer in buffers]
+            link.posted.append(Posted(message, frame, buffers, works))
+
+    def _room(self, frame: Frame | None) -> list[Tensor]:
+        """Empty buffers for a message: one with its header in front, or header and tensors apart."""
+        if frame is None or not frame.leaves:
+            return [torch.empty(HEAD, dtype=torch.uint8)]
+        if frame.room:
+            return [torch.empty(frame.room, dtype=torch.uint8, device=self._device)]
+        return [torch.empty(HEAD, dtype=torch.uint8), *(
+            torch.empty(leaf.nbytes, dtype=torch.uint8, device=self._device) for leaf in frame.leaves if leaf.nbytes
+        )]
+
+    def receive(self, route: Route) -> tuple[int, Any]:
+        """The next (slot, payload) of ``route``; waits for it.
+
+        Raises:
+            Stopped: the sender has failed.
+            RankError: it has ended or does not answer.
+        """
+        link = self._in[route[0]]
+        slot, payload = self._next(link)
+        if self.stopped:
+            raise Stopped
+        return slot, payload
+
+    def _next(self, link: Link) -> tuple[int, Any]:
+        self._post(link)
+        posted = link.posted[0]
+        self._wait(posted.works, link, posted.message)
+        link.posted.popleft()
+        link.at += 1
+        self._post(link)
+        status, length, task, known = posted.buffers[0][:32].view(torch.int64).tolist()
+        message = posted.message
+        if task != message.op.task:
+            text = f"device {link.peer} sent task {task}, this rank expects {message.op.task}"
+            self.broken = RankError(text, link.peer)
+            raise self.broken
+        self._acknowledged(link.peer, known)
+        frame, buffers = posted.frame, posted.buffers
+        if status == SAME and frame is not None:
+            return message.op.slot, self._opened(frame, buffers)
+        blob = torch.empty(length, dtype=torch.uint8)
+        self._take([blob], link, message)
+        if status == FAILED:
+            self.stopped = True
+            self.failure = self.failure or pickle.loads(blob.numpy().tobytes())
+            return message.op.slot, None
+        frame = loaded(blob)
+        buffers = self._room(frame) if frame.leaves else []
+        self._take(buffers, link, message)
+        self.learned[self._key(message)] = frame
+        return message.op.slot, self._opened(frame, buffers)
+
+    def _take(self, buffers: Sequence[Tensor], link: Link, message: Message) -> None:
+        self._wait([self._group.recv([b], link.peer, FOLLOWING) for b in buffers], link, message)
+
+    def _wait(self, works: Sequence[Any], link: Link, message: Message) -> None:
+        if self.broken is not None:
+            raise self.broken
+        try:
+            for work in works:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            self.stopped = True
+            self.broken = self._lost(link.peer, message.what, error)
+            raise self.broken from error
+
+    def _opened(self, frame: Frame, buffers: list[Tensor]) -> Any:
+        if frame.room:
+            made = [rebuilt(leaf, buffers[0], at) for leaf, at in zip(frame.leaves, frame.offsets, strict=True)]
+        else:
+            rest = iter(buffers[1:])
+            made = [
+                rebuilt(leaf, next(rest) if leaf.nbytes else torch.empty(0, dtype=torch.uint8, device=self._device))
+                for leaf in frame.leaves
+            ]
+        return payload_of(frame, made)
+
+    # -- sending --------------------------------------------------------------------------------------------
+
+    def send(self, route: Route, slot: int, payload: Any) -> None:
+        """Begin to send what a COPY carries; it is kept until the reader has it."""
+        link = self._out[route[1]]
+        message = link.messages[link.at]
+        expected = self._frames.get(self._key(message))
+        frame, tensors = frame_of(payload)
+        if fits(expected, frame):
+            self._give(link, message, frame, tensors, EXPECTED, SAME, 0)
+            return
+        blob = dumped(frame, message.what)
+        self._unfilled(link, message, expected, CHANGED, len(blob))
+        self._send(link, [blob], FOLLOWING)
+        if frame.leaves:
+            self._give(link, message, frame, tensors, FOLLOWING, SAME, 0)
+        self.learned[self._key(message)] = frame
+
+    def _unfilled(self, link: Link, message: Message, expected: Frame | None, status: int, length: int) -> None:
+        """Send what the reader has made room for, so that its receives end, with a header that says it is nothing."""
+        buffers = self._room(expected)
+        self._head(buffers[0], link, message, status, length)
+        self._send(link, buffers, EXPECTED)
+        link.at += 1
+
+    def _give(
+        self, link: Link, message: Message, frame: Frame, tensors: list[Tensor], tag: int, status: int, length: int
+    ) -> None:
+        if not frame.leaves or frame.room:
+            joint = torch.empty(frame.room if frame.leaves else HEAD, dtype=torch.uint8, device=self._device)
+            for tensor, at, leaf in zip(tensors, frame.offsets, frame.leaves, strict=True):
+                if leaf.nbytes:
+                    joint[at : at + leaf.nbytes].copy_(as_bytes(tensor))
+            buffers = [joint]
+        else:
+            head = torch.empty(HEAD, dtype=torch.uint8)
+            buffers = [head, *(as_bytes(t) for t, leaf in zip(tensors, frame.leaves, strict=True) if leaf.nbytes)]
+        self._head(buffers[0], link, message, status, length)
+        self._send(link, buffers, tag)
+        if tag == EXPECTED:
+            link.at += 1
+
+    def _head(self, buffer: Tensor, link: Link, message: Message, status: int, length: int) -> None:
+        back = self._in.get(link.peer)
+        known = back.at if back is not None else 0
+        buffer[:32].view(torch.int64).copy_(torch.tensor([status, length, message.op.task, known]))
+
+    def _send(self, link: Link, buffers: Sequence[Tensor], tag: int) -> None:
+        for buffer in buffers:
+            link.sending.append((link.at, self._group.send([buffer], link.peer, tag)))
+        while link.sending and link.at - link.sending[0][0] >= PENDING:
+            self._sent(link)
+
+    def _acknowledged(self, peer: int, known: int) -> None:
+        """Let go of what the peer says it has received."""
+        link = self._out.get(peer)
+        if link is not None:
+            while link.sending and link.sending[0][0] < known:
+                self._sent(link)
+
+    def _sent(self, link: Link) -> None:
+        number, work = link.sending.popleft()
+        self._wait([work], link, link.messages[min(number, len(link.messages) - 1)])
+
+    # -- ends -----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        for link in self._out.values():
+            while link.sending:
+                self._sent(link)
+
+    def drain(self, ops: Sequence[Op], failure: tuple[Any, ...]) -> None:
+        """Send and receive the rest of what the plan says without any content, so that every rank gets to its end."""
+        self.stopped = True
+        blob = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
+        place: dict[int, int] = {}
+        for op in ops:
+            for route, count in op.receives:
+                link = self._in[route[0]]
+                while link.at < count:
+                    self._next(link)
+            if op.route[0] == self._rank:
+                link = self._out[op.route[1]]
+                place[link.peer] = place.get(link.peer, 0) + 1
+                if link.at < place[link.peer]:
+                    message = link.messages[link.at]
+                    expected = self._frames.get(self._key(message))
+                    self._unfilled(link, message, expected, FAILED, len(blob))
+                    self._send(link, [blob], FOLLOWING)
+        self.finish()
+
+    def farewell(self, failure: tuple[Any, ...]) -> None:
+        """With a rank gone the step cannot be brought to its end: tell those that wait for this one, as far as it goes.
+
+        Nothing is received any more and nothing waited for; the connections are of no use afterwards.
+        """
+        blob = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
+        for link in self._out.values():
+            for message in link.messages[link.at :]:
+                try:
+                    expected = self._frames.get(self._key(message))
+                    buffers = self._room(expected)
+                    self._head(buffers[0], link, message, FAILED, len(blob))
+                    for buffer, tag in [*((b, EXPECTED) for b in buffers), (blob, FOLLOWING)]:
+                        link.sending.append((link.at, self._group.send([buffer], link.peer, tag)))
+                except RuntimeError:  # that one is gone as well
+                    break
+
+    def stop(self) -> None:
+        """This rank has failed."""
+        self.stopped = True

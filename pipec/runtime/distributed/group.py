@@ -1,0 +1,186 @@
+"""Which rank is which device of which replica, and the process groups they talk through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from attrs import define, frozen
+from torch import Tensor
+
+from pipec.errors import RankError, RunError
+from pipec.ir import Plan
+
+SMALL = 8  # ranks: up to here everybody writes to everybody at once
+TABLE = 9  # tag of exchanges
+
+
+@frozen
+class Place:
+    """Where this process stands.
+
+    Attributes:
+        device: the logical device whose list it runs.
+        replica: which of ``replicas`` copies of the pipeline it belongs to.
+        ranks: global rank of every device of every replica, ``ranks[replica][device]``.
+    """
+
+    device: int
+    replica: int
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def devices(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All global ranks, replica by replica; the order of the tables that are exchanged."""
+        return tuple(rank for row in self.ranks for rank in row)
+
+
+def running() -> bool:
+    """Whether torch.distributed was initialised with more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def layouts(plan: Plan, mesh: Any, replicas: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Per pipeline of the world (one unless the mesh has other dimensions) the global ranks by replica and device.
+
+    Raises:
+        RunError: the number of processes does not fit the plan.
+    """
+    if mesh is None:
+        world = dist.get_world_size()
+        if world != plan.devices * replicas:
+            what = f"{plan.devices} devices" + (f" x {replicas} replicas" if replicas > 1 else "")
+            hint = (f"; to train {world // plan.devices} replicas compile with data_parallel={world // plan.devices}"
+                    if replicas == 1 and world % plan.devices == 0 else "")
+            raise RunError(
+                f"the plan has {what}, so it runs on {plan.devices * replicas} processes; torch.distributed was "
+                f"initialised with {world}{hint}"
+            )
+        table = np.arange(world).reshape(1, replicas, plan.devices)
+    else:
+        names = tuple(mesh.mesh_dim_names or ())
+        if "pp" not in names:
+            raise RunError(f"mesh= needs a dimension named 'pp' (and 'dp' for replicas); it has {names or 'no names'}")
+        sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+        if sizes["pp"] != plan.devices or sizes.get("dp", 1) != replicas:
+            raise RunError(
+                f"the plan has {plan.devices} devices and {replicas} replicas; the mesh has pp={sizes['pp']}, "
+                f"dp={sizes.get('dp', 1)}; compile with devices={sizes['pp']}, data_parallel={sizes.get('dp', 1)}"
+            )
+        order = [n for n in range(len(names)) if names[n] not in ("dp", "pp")]
+        order += [names.index(name) for name in ("dp", "pp") if name in names]
+        table = mesh.mesh.permute(order).numpy().reshape(-1, replicas, plan.devices)
+    return [tuple(tuple(int(r) for r in row) for row in block) for block in table]
+
+
+@define(eq=False)
+class Groups:
+    """The process groups of one pipeline; every process of the world makes those of all, in one order."""
+
+    place: Place
+    pipeline: Any  # the devices of this replica: values travel here
+    replicas: Any  # this device in all replicas: gradients are averaged here; None with one replica
+    everyone: Any  # all devices of all replicas
+
+    def close(self) -> None:
+        for group in {id(g): g for g in (self.pipeline, self.replicas, self.everyone) if g is not None}.values():
+            try:
+                dist.destroy_process_group(group)
+            except (RuntimeError, ValueError, AssertionError):  # torch.distributed was shut down first
+                return
+
+
+def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float) -> Groups:
+    """The groups of the pipeline that this process belongs to.
+
+    Raises:
+        RunError: the number of processes does not fit, or this process has no place in the mesh.
+    """
+    me, own = dist.get_rank(), None
+    for ranks in layouts(plan, mesh, replicas):
+        made = _groups(ranks, me, timedelta(seconds=timeout))
+        own = made or own
+    if own is None:
+        raise RunError(f"rank {me} is in no pipeline of the mesh")
+    return own
+
+
+def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta) -> Groups | None:
+    def new(members: Sequence[int]) -> Any:
+        return dist.new_group(list(members), timeout=timeout, backend="gloo")
+
+    everyone = tuple(rank for row in ranks for rank in row)
+    world = new(everyone)
+    rows = [new(row) for row in ranks] if len(ranks) > 1 else [world]
+    columns = [new(column) for column in zip(*ranks, strict=True)] if len(ranks) > 1 else []
+    if me not in everyone:
+        return None
+    replica, device = divmod(everyone.index(me), len(ranks[0]))
+    place = Place(device, replica, ranks)
+    return Groups(place, rows[replica], columns[device] if columns else None, world)
+
+
+def exchange(group: Any, row: Sequence[float], size: int, me: int, timeout: float) -> list[list[float]]:
+    """Everybody's row of numbers, shape (size, len(row)); every rank gives one of the same length.
+
+    Raises:
+        RankError: a rank has ended or does not answer in time.
+    """
+    mine = torch.tensor(row, dtype=torch.float64)
+    if size == 1:
+        return [mine.tolist()]
+    limit = timedelta(seconds=timeout)
+    rows = [torch.empty_like(mine) for _ in range(size)]
+    rows[me] = mine
+    if size > SMALL:
+        try:
+            dist.all_gather(rows, mine, group=group)
+        except RuntimeError as error:
+            raise RankError(f"a rank has ended or does not answer: {error}") from error
+        return [one.tolist() for one in rows]
+    peer = -1
+    peers = [number for number in range(size) if number != me]
+    try:
+        works = [(p, group.recv([rows[p]], p, TABLE)) for p in peers]
+        works += [(p, group.send([mine], p, TABLE)) for p in peers]
+        for number, work in works:
+            peer = number
+            work.wait(limit)
+    except RuntimeError as error:
+        raise RankError(f"rank {peer} has ended or does not answer: {error}", peer) from error
+    return [one.tolist() for one in rows]
+
+
+def gather_objects(group: Any, value: Any, size: int) -> list[Any]:
+    """Everybody's object, for what is told rarely.
+
+    Raises:
+        RankError: a rank has ended or does not answer in time.
+    """
+    made: list[Any] = [None] * size
+    try:
+        dist.all_gather_object(made, value, group=group)
+    except RuntimeError as error:
+        raise RankError(f"a rank has ended or does not answer: {error}") from error
+    return made
+
+
+def same_everywhere(tensor: Tensor, group: Any, root: int) -> None:
+    """Give every rank of ``group`` the values of global rank ``root``, in place."""
+    with torch.no_grad():
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, root, group=group)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)

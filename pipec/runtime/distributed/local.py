@@ -1,0 +1,72 @@
+"""The part of a pipeline that one rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attrs import evolve, frozen
+from torch import Tensor, nn
+
+from pipec.errors import RunError
+from pipec.ir import Plan
+from pipec.runtime.stages import named_leaves
+from pipec.spec import Spec, StageSpec, owner_of
+
+
+def local_spec(spec: Spec, plan: Plan, device: int) -> Spec:
+    """The spec with placeholders in place of stages and losses of other devices, so that nothing there is made."""
+    here = [plan.stage_device(s) == device for s in range(len(spec.stages))]
+    stages = tuple(
+        stage if mine else evolve(stage, fn=None, params=None) for stage, mine in zip(spec.stages, here, strict=True)
+    )
+    losses = tuple(loss if here[loss.home] else evolve(loss, fn=None) for loss in spec.losses)
+    return evolve(spec, stages=stages, losses=losses)
+
+
+@frozen(eq=False)
+class Tied:
+    """One parameter of stages on several devices: ``users`` are (stage, name) in ascending order of stages."""
+
+    users: tuple[tuple[int, str], ...]
+    parameter: Tensor
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(stage for stage, _ in self.users)
+
+
+def parameters_of(stage: StageSpec) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a declared stage that may be trained, each once; none of a lazy one."""
+    owner = owner_of(stage.fn)
+    if isinstance(owner, nn.Module):
+        yield from owner.named_parameters()
+    yield from ((path, leaf) for path, leaf in named_leaves(stage.params) if isinstance(leaf, Tensor))
+
+
+def tied_parameters(spec: Spec, devices: Sequence[int]) -> list[Tied]:
+    """Parameters that stages on more than one device use, in the order of their first use.
+
+    Every process makes the whole of a model whose stages share parameters, so each finds the same.
+    """
+    users: dict[int, list[tuple[int, str]]] = {}
+    found: dict[int, Tensor] = {}
+    for number, stage in enumerate(spec.stages):
+        for name, parameter in parameters_of(stage):
+            if all(stage != number for stage, _ in users.get(id(parameter), [])):
+                users.setdefault(id(parameter), []).append((number, name))
+            found[id(parameter)] = parameter
+    return [
+        Tied(tuple(own), found[key]) for key, own in users.items() if len({devices[stage] for stage, _ in own}) > 1
+    ]
+
+
+def check_inputs(spec: Spec, values: Sequence[object]) -> None:
+    """Raise RunError for inputs that require a gradient: the graph behind them is in every process."""
+    from pipec.tree import flatten
+
+    for item, value in zip(spec.inputs, values, strict=True):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(value)[0]):
+            raise RunError(
+                f"input {item.name!r} requires a gradient, but over several ranks no gradient leaves the pipeline; "
+                "make what computes it the first stage, or detach it"
+            )

@@ -1,0 +1,377 @@
+"""The places in a step where ranks must agree; the same methods as :class:`pipec.runtime.alone.Alone`.
+
+Every exchange is a table with one row of numbers per rank: which call it is, whether the rank failed, and what the
+call needs. So ranks that are not at the same call, or of which one failed, find out at the next exchange instead of
+waiting for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns, time_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from torch import Tensor
+
+from pipec.errors import RankError, RunError
+from pipec.ir import Plan
+from pipec.runtime.alone import Alone
+from pipec.runtime.backends import Backend
+from pipec.runtime.distributed.agree import compare, summary
+from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, other, traffic
+from pipec.runtime.distributed.channels import RankChannels
+from pipec.runtime.distributed.group import exchange, gather_objects, make_groups
+from pipec.runtime.distributed.local import check_inputs, local_spec
+from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
+from pipec.runtime.distributed.watch import Watch
+from pipec.runtime.distributed.wire import Frame
+from pipec.runtime.executor import Device
+from pipec.runtime.failure import describe, told
+from pipec.runtime.program import Op, Program
+from pipec.runtime.randomness import Position
+from pipec.runtime.result import Result
+from pipec.runtime.stages import Stage
+from pipec.runtime.step import Batch, Step
+from pipec.spec import Spec
+
+BEGIN, SETTLE, FINISH, ANYWHERE, NORM = range(5)
+CALLS = ("step, evaluate or forward", "the end of its tasks", "the end of its step", "its gradient scaler",
+         "clip_grad_norm_")
+FIXED = 8  # numbers of a row before those per loss
+
+
+class Ranks(Alone):
+    """One process per device; this one runs the list of ``place.device``.
+
+    Args:
+        plan, spec: the same on every rank.
+        mesh: a DeviceMesh with a dimension "pp", and "dp" for replicas; None: the whole world.
+        timeout: seconds after which a rank that does not answer is given up.
+        outputs: "owner": an output is in the result of the rank of its stage; "all": in everybody's.
+    """
+
+    def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
+        if outputs not in ("owner", "all"):
+            raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
+        self._spec, self._plan, self._timeout, self._outputs = spec, plan, timeout, outputs
+        self._groups = make_groups(plan, mesh, 1, timeout)
+        self.place = place = self._groups.place
+        self.device, self.replica = place.device, place.replica
+        self.me = place.everyone.index(dist.get_rank())
+        name = gather_objects(self._groups.everyone, f"{time_ns()}", len(place.everyone))[0]
+        self._watch = Watch(name, self.me, len(place.everyone))
+        self.backend = RankBackend(place.ranks[place.replica], place.device)
+        self._traffic: dict[int, tuple[Program, Traffic]] = {}
+        self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
+        self._width = FIXED + LOSS_WIDTH * len(spec.losses)
+        self._settled, self._broken, self._closed = True, False, False
+        self._at: Plan = plan
+
+    # -- before the first step ------------------------------------------------------------------------------
+
+    def local(self, spec: Spec) -> Spec:
+        """The stages this rank holds; others are placeholders."""
+        return local_spec(spec, self._plan, self.device)
+
+    @contextmanager
+    def agreement(self, options: dict[str, Any]) -> Iterator[None]:
+        """Around the making of a runner: at its end every rank compares what it has with the others.
+
+        Raises:
+            RankError: naming what differs on which rank, or what went wrong on another one.
+        """
+        try:
+            try:
+                yield
+            except BaseException as error:
+                self._agree(error, options)
+                raise
+            self._agree(None, options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _agree(self, failure: BaseException | None, options: dict[str, Any]) -> None:
+        own = {"failed": told(failure)} if failure is not None else summary(self._spec, self._plan, options)
+        rows = gather_objects(self._groups.everyone, own, len(self.place.everyone))
+        compare(rows, self.place.everyone, dist.get_rank())
+
+    def inputs_elsewhere(self, stages: Sequence[Stage]) -> list[int]:
+        """Inputs that no stage of this rank reads; they may be left out here."""
+        here = {index for stage in stages if stage.fn is not None for index in stage.inputs}
+        return [index for index in range(len(self._spec.inputs)) if index not in here]
+
+    def position(self, position: Position) -> Position:
+        """The random numbers of this replica: each draws its own, the first as one process would."""
+        if self.replica == 0 or position.seed is None:
+            return position
+        return evolve(position, seed=(position.seed + self.replica * 0x9E3779B97F4A7C15) % (1 << 63))
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def begin(self, make: Callable[[], Batch], training: bool, position: Position) -> Batch:
+        """The minibatch of a call, when every rank has one that fits.
+
+        Raises:
+            RankError: the ranks are not at the same call, or another one's inputs are wrong.
+            RunError: the inputs are wrong here.
+        """
+        self._ready()
+        self._settled = False
+        failure: BaseException | None = None
+        seed = position.seed or 0
+        row = [float(training), 0.0, -1.0, float(seed >> 32), float(seed & 0xFFFFFFFF), float(position.step)]
+        counts = [0.0] * len(self._spec.losses)
+        try:
+            batch = make()
+            check_inputs(self._spec, batch.values)
+            row[1:3] = [float(self._plan.microbatches), -1.0 if batch.rows is None else float(batch.rows)]
+            counts = batch.counts
+        except BaseException as error:
+            failure = error
+        self._watch.begin(0, training)
+        table = self._table(BEGIN, [*row, *counts], failure)
+        if failure is not None:
+            raise failure
+        self._same(table, training)
+        rows = self._rows(table)
+        total = sum(max(r or 0, 0) for r in rows) if all(r is not None for r in rows) else None
+        first = [table[n * self.place.devices : (n + 1) * self.place.devices] for n in range(self.place.replicas)]
+        counts = [
+            sum(max(own[FIXED + index] for own in block) for block in first) for index in range(len(counts))
+        ]
+        batch.measure(self._plan.microbatches, rows[self.replica], total, counts, self.place.replicas)
+        self._watch.begin(batch.microbatches, training)
+        return batch
+
+    def _same(self, table: list[list[float]], training: bool) -> None:
+        ranks = self.place.everyone
+        words = {2: ("step()", "evaluate()"), 7: ("", "")}
+        for column, what in ((2, "call"), (5, "seed"), (6, "seed"), (7, "step")):
+            values = [row[column] for row in table]
+            if len(set(values)) > 1:
+                odd = next(n for n, value in enumerate(values) if value != values[0])
+                if what == "call":
+                    one, two = (words[2][0] if values[n] else words[2][1] for n in (0, odd))
+                    raise RankError(f"rank {ranks[0]} is in {one}, rank {ranks[odd]} in {two}; all ranks make the "
+                                    "same calls", ranks[odd])
+                if what == "seed":
+                    raise RankError(
+                        f"ranks {ranks[0]} and {ranks[odd]} have different random seeds; call torch.manual_seed with "
+                        "one number on every rank, or give Runner(seed=)", ranks[odd])
+                raise RankError(f"rank {ranks[0]} is in step {values[0]:.0f}, rank {ranks[odd]} in step "
+                                f"{values[odd]:.0f}; restore all ranks from one checkpoint", ranks[odd])
+
+    def _rows(self, table: list[list[float]]) -> list[int | None]:
+        """Per replica the rows of its minibatch."""
+        found: list[int | None] = []
+        for ranks in self.place.ranks:
+            given: dict[int, int] = {}
+            for rank in ranks:
+                rows = int(table[self.place.everyone.index(rank)][4])
+                if rows >= 0:
+                    given.setdefault(rows, rank)
+            if len(given) > 1:
+                text = ", ".join(f"{rows} on rank {rank}" for rows, rank in given.items())
+                raise RankError(f"the minibatch has {text}; every rank is given the same rows", list(given.values())[1])
+            found.append(next(iter(given), None))
+        short = [rows is not None and rows < self._plan.microbatches for rows in found]
+        if any(short) and len(set(found)) > 1:
+            raise RankError(
+                f"the replicas' minibatches have {', '.join(map(str, found))} rows; one with fewer than "
+                f"{self._plan.microbatches} microbatches needs all of the same size"
+            )
+        return found
+
+    def devices(
+        self, plan: Plan, program: Program, stages: list[Stage], step: Step, backend: Backend
+    ) -> tuple[list[Device], Any]:
+        """This rank's device, and its channels."""
+        if id(program) not in self._traffic:
+            self._traffic[id(program)] = program, traffic(plan, program, self.device)
+        own = self._traffic[id(program)][1]
+        self._at = plan
+        channels = RankChannels(
+            self._groups.pipeline, self.device, own.incoming, own.outgoing, self._frames[plan.training],
+            step.batch.parts, self._timeout, torch.device("cpu"), self._lost,
+        )
+        return [RankDevice(self._watch, self.device, program.slots[self.device], stages, step, channels)], channels
+
+    def settle(self, step: Step, channels: RankChannels, work: Callable[[], None]) -> Result:
+        """Run this rank's tasks; losses and outputs when every rank has come to its end.
+
+        Raises:
+            RankError: another rank failed.
+            BaseException: what a task raised here.
+        """
+        failure: BaseException | None = None
+        row: list[float] = [0.0] * LOSS_WIDTH * len(self._spec.losses)
+        try:
+            work()
+            row = loss_row(step, self._at, self.device)
+        except BaseException as error:
+            failure = error
+        if channels.broken is not None:
+            self._broken = True
+            raise failure or channels.broken
+        try:
+            table = self._table(SETTLE, [0.0] * (FIXED - 2) + row, failure)
+            if failure is not None:
+                raise failure
+        except BaseException:
+            self._frames[step.plan.training].clear()
+            raise
+        finally:
+            del failure  # this frame is in its traceback: a cycle
+        self._frames[step.plan.training].update(channels.learned)
+        replica = table[self.replica * self.place.devices : (self.replica + 1) * self.place.devices]
+        outputs = None
+        if self._outputs == "all":
+            group = self._groups.pipeline
+            outputs = lambda own: gather_objects(group, own, self.place.devices)  # noqa: E731
+        self._settled = not step.plan.training
+        return gathered_result(step, self._at, self.device, [row[FIXED:] for row in table],
+                               [row[FIXED:] for row in replica], outputs)
+
+    def updates(self, program: Program) -> Sequence[Sequence[Op]]:
+        """The UPDATE tasks per device; the one of all stages runs on every rank, each on its own parameters."""
+        if self._plan.update != "all":
+            return program.updates
+        return tuple(tuple(op for row in program.updates for op in row) for _ in program.updates)
+
+    def finish(self, plan: Plan, work: Callable[[], None]) -> None:
+        """Commit and update; it ends when every rank's did.
+
+        Raises:
+            RankError: another rank failed; what it has not updated differs from what others have.
+        """
+        failure: BaseException | None = None
+        try:
+            work()
+        except BaseException as error:
+            failure = error
+            if self._settled or self._broken:
+                raise
+        try:
+            if plan.update is not None:
+                self._table(FINISH, [], failure)
+            self._settled = True
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+
+    # -- agreement ------------------------------------------------------------------------------------------
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank."""
+        return any(row[2] for row in self._table(ANYWHERE, [float(flag)], None))
+
+    def gather(self, value: Any, call: int) -> list[Any]:
+        """Every device's object of this replica."""
+        self._table(call, [], None)
+        return gather_objects(self._groups.pipeline, value, self.place.devices)
+
+    def times(self, step: Step) -> tuple[list[int], list[int]]:
+        """Start and end of every task on every device, on this rank's clock as far as the hosts' clocks agree."""
+        shift = time_ns() - perf_counter_ns()
+        rows = gather_objects(self._groups.pipeline, (shift, step.starts, step.ends), self.place.devices)
+        starts, ends = list(step.starts), list(step.ends)
+        for other_shift, own_starts, own_ends in rows:
+            move = other_shift - shift if abs(other_shift - shift) > 1_000_000 else 0  # one host: one clock
+            for task, (start, end) in enumerate(zip(own_starts, own_ends, strict=True)):
+                if start:
+                    starts[task], ends[task] = start + move, end + move
+        return starts, ends
+
+    def _table(self, call: int, values: Sequence[float], failure: BaseException | None) -> list[list[float]]:
+        """Everybody's row of one exchange.
+
+        Raises:
+            RankError: a rank is at another call, or another one failed.
+        """
+        row = [float(call), float(failure is not None), *values]
+        row += [0.0] * (self._width - len(row))
+        size = len(self.place.everyone)
+        try:
+            table = exchange(self._groups.everyone, row, size, self.me, self._timeout)
+        except RankError as error:
+            self._broken = True
+            if failure is not None:
+                raise failure from None
+            at = self.place.everyone[error.rank] if error.rank >= 0 else -1
+            raise self._missing(at, CALLS[call], error) from error
+        if any(own[1] for own in table):
+            self._settled = True
+            story = None if failure is None or isinstance(failure, RankError) else self._story(failure)
+            stories = gather_objects(self._groups.everyone, story, size)
+            first = next((one for one in stories if one is not None), None)
+            if failure is None:
+                raise other(first)
+            return table
+        odd = next((n for n, own in enumerate(table) if own[0] != call), None)
+        if odd is not None:
+            self._broken = True
+            rank = self.place.everyone[odd]
+            raise RankError(
+                f"rank {dist.get_rank()} is at {CALLS[call]}, rank {rank} at {CALLS[int(table[odd][0])]}; all ranks "
+                "make the same calls", rank,
+            )
+        return table
+
+    def _story(self, failure: BaseException) -> tuple[int, str]:
+        where = "; ".join(str(text).removeprefix("pipec: ") for text in getattr(failure, "__notes__", []))
+        rank = dist.get_rank()
+        return rank, f"rank {rank} failed: {told(failure)}" + (f" ({where})" if where else "")
+
+    def _lost(self, device: int, what: str, error: BaseException) -> RankError:
+        """The error about a device of this replica that has ended or does not answer."""
+        return self._missing(self.place.ranks[self.replica][device], f"{what}", error)
+
+    def _missing(self, rank: int, what: str, error: BaseException) -> RankError:
+        everyone = self.place.everyone
+        late = "imed out" in str(error)
+
+        def tell() -> str:
+            verb = f"has not answered for {self._timeout:g} s" if late else "has ended"
+            lines = [f"rank {rank} {verb}" if rank >= 0 else "a rank has ended or does not answer"]
+            lines[0] += f"; this rank waits for {what}"
+            for number, one in enumerate(everyone):
+                if late or one == rank:
+                    lines.append(f"  rank {one} stands at {self._stand(number)}")
+            return "\n".join(lines)
+
+        first, text = self._watch.culprit(rank, tell)
+        if first in everyone and not late:
+            self._watch.forget(everyone.index(first))
+        return RankError(text, first)
+
+    def _stand(self, number: int) -> str:
+        note = self._watch.where(number)
+        if note is None:
+            return "an unknown task"
+        call, task, microbatches = note
+        plan = self._at
+        if task < 0 or task >= len(plan) or plan.microbatches != abs(microbatches):
+            return f"no task (call {call})"
+        row = plan.table.task(task)
+        op = Op(task, row.kind, row.stage, row.microbatch, row.device)
+        return f"{describe(plan.graph, op)} (call {call})"
+
+    def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+        raise NotImplementedError
+
+    def _ready(self) -> None:
+        if self._broken:
+            raise RankError("the ranks have lost each other in an earlier call; start the processes again")
+
+    def close(self) -> None:
+        """Leave the groups."""
+        if not self._closed:
+            self._closed = True
+            self._watch.close()
+            self._groups.close()

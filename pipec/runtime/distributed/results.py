@@ -1,0 +1,60 @@
+"""Losses on every rank, outputs where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Plan
+from pipec.runtime.result import Result
+from pipec.runtime.step import Step, joined_output, total_loss
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+LOSS_WIDTH = 2  # per loss: its dtype as a place in DTYPES plus one, 0 where it was not computed; its value
+
+
+def loss_row(step: Step, plan: Plan, device: int) -> list[float]:
+    """The losses computed on ``device``, as numbers; float64 holds each of the dtypes exactly."""
+    row: list[float] = []
+    for index, loss in enumerate(step.batch.spec.losses):
+        if index in step.wanted_losses and plan.stage_device(loss.home) == device:
+            total: Tensor = total_loss(step.losses[index], step.batch.weights[index])
+            row += [1.0 + DTYPES.index(total.dtype), float(total)]
+        else:
+            row += [0.0, 0.0]
+    return row
+
+
+def gathered_result(
+    step: Step, plan: Plan, device: int, table: Sequence[Sequence[float]], own: Sequence[Sequence[float]],
+    gather: Callable[[dict[str, Any]], list[dict[str, Any]]] | None,
+) -> Result:
+    """The result of a minibatch: losses of all replicas added up, outputs of this one.
+
+    Args:
+        table, own: the loss rows of all ranks, and of those of this replica.
+        gather: gives everybody's outputs, None: only those of this rank are wanted.
+    """
+    spec = step.batch.spec
+    losses: dict[str, Any] = {}
+    for index, loss in enumerate(spec.losses):
+        found = [row[LOSS_WIDTH * index : LOSS_WIDTH * (index + 1)] for row in table]
+        values = [torch.tensor(value, dtype=DTYPES[int(kind) - 1]) for kind, value in found if kind]
+        if values:
+            total = values[0]
+            for value in values[1:]:
+                total = total + value
+            losses[loss.name] = total
+    here = {
+        out.name: joined_output(out, values) for out, values in zip(spec.outputs, step.outputs, strict=True)
+        if plan.stage_device(out.ref.index) == device
+    }
+    if gather is not None:
+        parts = gather(here)
+        here = {out.name: next(p[out.name] for p in parts if out.name in p) for out in spec.outputs}
+    return Result(losses, here, step.batch.microbatches, elsewhere=tuple(
+        (out.name, plan.stage_device(out.ref.index)) for out in spec.outputs if out.name not in here
+    ))

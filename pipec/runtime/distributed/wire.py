@@ -1,0 +1,227 @@
+"""What travels between ranks: tensors as plain bytes, everything else as a description that is sent when it changes.
+
+A message is looked at as *frame* and content. The frame holds what a receiver must know to rebuild the value: shapes,
+strides, dtypes, which tensors require a gradient, the layout and the plain Python leaves. Sender and receiver both
+remember the frames of the last step, so a receiver can make room before a message comes, and a message whose frame
+is as expected carries bytes only.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from pipec.errors import RunError
+from pipec.runtime.borders import Packed, Parcel
+from pipec.tree import flatten, unflatten
+
+SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+HEAD = 64  # bytes of the header; also the alignment of every tensor in a joint buffer
+JOINT = 1 << 18  # bytes: up to here one buffer with a copy is cheaper than a message per tensor
+
+
+@frozen
+class Leaf:
+    """A tensor's form. ``stride`` is kept, as kernels choose their path by it."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel: of every element once, whatever the strides."""
+        return _count(self) * self.dtype.itemsize
+
+
+def leaf_of(tensor: Tensor) -> Leaf:
+    size, stride = tuple(tensor.shape), tensor.stride()
+    if not tensor.is_contiguous() and _overlaps(size, stride):
+        stride = torch.empty(size, device="meta").stride()
+    return Leaf(tensor.dtype, size, stride, tensor.requires_grad)
+
+
+def _overlaps(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """True when elements share memory in another way than along dimensions of stride 0."""
+    dims = sorted((s, n) for n, s in zip(size, stride, strict=True) if s and n > 1)
+    reach = 0
+    for step, number in dims:
+        if step <= reach:
+            return True
+        reach += step * (number - 1)
+    return False
+
+
+def _count(leaf: Leaf) -> int:
+    number = 1
+    for size, stride in zip(leaf.size, leaf.stride, strict=True):
+        number *= size if stride or not size else 1
+    return number
+
+
+@frozen(eq=False)
+class Frame:
+    """The form of a message: its tensors, and how they become the value again.
+
+    Attributes:
+        kind: "tensor", "packed", "parcel", "none".
+        leaves: the tensors that travel.
+        rest: layout, plain leaves and the like; compared only if ``steady``.
+        steady: ``rest`` holds only what can be compared.
+        offsets, room: where each tensor stands in one joint buffer behind a header, and its bytes; room 0: the
+            tensors travel one by one.
+    """
+
+    kind: str
+    leaves: tuple[Leaf, ...]
+    rest: Any = None
+    steady: bool = True
+    offsets: tuple[int, ...] = field(init=False)
+    room: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        offsets, at = [], HEAD
+        for leaf in self.leaves:
+            offsets.append(at)
+            at += -(-leaf.nbytes // HEAD) * HEAD
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "room", at if at - HEAD <= JOINT else 0)
+
+
+def frame_of(payload: Any) -> tuple[Frame, list[Tensor]]:
+    """The frame of what a COPY carries, and its tensors."""
+    if isinstance(payload, Tensor) and _plain(payload):
+        return Frame("tensor", (leaf_of(payload),)), [payload]
+    if payload is None:
+        return Frame("none", ()), []
+    if isinstance(payload, Parcel):
+        kind, head, value = "parcel", *payload.taken()
+        leaves, layout = flatten(value)
+    elif isinstance(payload, Packed):
+        kind, head, leaves, layout = "packed", None, payload.leaves, payload.layout
+    else:
+        kind, head, leaves, layout = "packed", None, *flatten(payload)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _plain(leaf)]
+    others = [HOLE if isinstance(leaf, Tensor) and _plain(leaf) else leaf for leaf in leaves]
+    steady = all(leaf is HOLE or isinstance(leaf, SCALARS) for leaf in others)
+    return Frame(kind, tuple(map(leaf_of, tensors)), (head, layout, others), steady), tensors
+
+
+def fits(expected: Frame | None, frame: Frame) -> bool:
+    """Whether a message is what its receiver expects, so that bytes are all it needs."""
+    if expected is None or expected.kind != frame.kind or expected.leaves != frame.leaves:
+        return False
+    if frame.rest is None:
+        return expected.rest is None
+    return frame.steady and expected.steady and _same(expected.rest, frame.rest)
+
+
+def _same(one: Any, other: Any) -> bool:
+    (head, layout, leaves), (head2, layout2, leaves2) = one, other
+    return bool(
+        head == head2 and layout == layout2 and len(leaves) == len(leaves2)
+        and all(type(a) is type(b) and a == b for a, b in zip(leaves, leaves2, strict=True))
+    )
+
+
+class _Hole:
+    """Stands for a tensor among plain leaves; one object, also after a pickle."""
+
+    def __reduce__(self) -> str:
+        return "HOLE"
+
+
+HOLE = _Hole()
+
+
+def _plain(tensor: Tensor) -> bool:
+    """A tensor whose elements are all there is to it; others (sparse, quantised, subclasses) are pickled whole."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+        and not tensor.is_conj() and not tensor.is_neg()
+    )
+
+
+def dumped(frame: Frame, what: str) -> Tensor:
+    """The frame as bytes, shape (length,).
+
+    Raises:
+        RunError: a part of the value cannot leave the process.
+    """
+    try:
+        data = pickle.dumps((frame.kind, frame.leaves, frame.rest, frame.steady))
+    except Exception as error:
+        raise RunError(
+            f"{what} cannot be sent to another rank: {type(error).__name__}: {error}; stages on different ranks hand "
+            "over tensors, containers of them and what pickle takes"
+        ) from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def loaded(data: Tensor) -> Frame:
+    return Frame(*pickle.loads(data.numpy().tobytes()))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in the order of its memory, as bytes; a view where there are no gaps."""
+    base = tensor.detach()
+    for dim, stride in enumerate(base.stride()):
+        if stride == 0 and base.shape[dim] > 1:
+            base = base.narrow(dim, 0, 1)
+    flat = base
+    if not base.is_contiguous():
+        order = sorted(range(base.dim()), key=lambda d: base.stride()[d], reverse=True)
+        flat = base.permute(order).contiguous()
+    return flat.reshape(-1).view(torch.uint8)
+
+
+def rebuilt(leaf: Leaf, data: Tensor, offset: int = 0) -> Tensor:
+    """The tensor whose bytes begin at ``offset`` of ``data``, in the form of ``leaf``.
+
+    It lies in ``data``'s memory unless its form has gaps, and never shares a version counter with other tensors.
+    """
+    strides: tuple[int, ...] = leaf.stride
+    order = sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
+    dense = [0] * len(leaf.size)
+    step = 1
+    for dim in reversed(order):
+        if leaf.stride[dim] or not leaf.size[dim]:
+            dense[dim] = step
+            step *= max(leaf.size[dim], 1)
+    storage, at = data.untyped_storage(), data.storage_offset() + offset
+    made = torch.empty(0, dtype=leaf.dtype, device=data.device)
+    made.set_(storage, at // leaf.dtype.itemsize, leaf.size, tuple(dense))
+    if any(mine != theirs and size > 1 for mine, theirs, size in zip(dense, leaf.stride, leaf.size, strict=True)):
+        made = _spread(made, leaf)
+    return made.requires_grad_() if leaf.grad else made
+
+
+def _spread(dense: Tensor, leaf: Leaf) -> Tensor:
+    """The same elements with the gaps between them that the sender's tensor has."""
+    size = [1 if stride == 0 else n for n, stride in zip(leaf.size, leaf.stride, strict=True)]
+    made = torch.empty_strided(size, leaf.stride, dtype=leaf.dtype, device=dense.device)
+    for dim, (n, stride) in enumerate(zip(leaf.size, leaf.stride, strict=True)):
+        if stride == 0 and n > 1:
+            dense = dense.narrow(dim, 0, 1)
+    made.copy_(dense)
+    return made.as_strided(leaf.size, leaf.stride)
+
+
+def payload_of(frame: Frame, tensors: Sequence[Tensor]) -> Any:
+    """The value of a frame with its tensors filled in."""
+    if frame.kind == "tensor":
+        return tensors[0]
+    if frame.kind == "none":
+        return None
+    head, layout, others = frame.rest
+    rest = iter(tensors)
+    leaves = [next(rest) if leaf is HOLE else leaf for leaf in others]
+    if frame.kind == "packed":
+        return Packed(leaves, layout)
+    return Parcel.given(head, unflatten(layout, leaves))
