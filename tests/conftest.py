@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +38,21 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+@pytest.fixture(scope="session")
+def crew2() -> Iterator[Any]:
+    """Two ranks, kept for all tests that leave them alive."""
+    from ranks import crew
+
+    with crew(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def crew4() -> Iterator[Any]:
+    """Four ranks, kept for all tests that leave them alive."""
+    from ranks import crew
+
+    with crew(4) as made:
+        yield made

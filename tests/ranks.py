@@ -27,7 +27,11 @@ class RankError(Exception):
 def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     import torch.distributed as dist
 
+    from pipec.runtime.randomness import Streams
+
     torch.set_num_threads(1)
+    streams = Streams()  # kept between runners, as installing takes time
+    streams.__enter__()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:

@@ -25,7 +25,7 @@ from pipec.runtime.distributed.agree import compare, summary
 from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, other, traffic
 from pipec.runtime.distributed.channels import RankChannels
 from pipec.runtime.distributed.group import exchange, gather_objects, make_groups
-from pipec.runtime.distributed.local import check_inputs, local_spec
+from pipec.runtime.distributed.local import check_inputs, local_spec, tied_parameters
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.distributed.wire import Frame
@@ -57,6 +57,9 @@ class Ranks(Alone):
     def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
         if outputs not in ("owner", "all"):
             raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
+        for tied in tied_parameters(spec, [plan.stage_device(s) for s in range(len(spec.stages))]):
+            names = " and ".join(f"{spec.stages[s].name!r} (as {name!r})" for s, name in tied.users)
+            raise RunError(f"stages {names} share a parameter but are on different ranks; place them on one device")
         self._spec, self._plan, self._timeout, self._outputs = spec, plan, timeout, outputs
         self._groups = make_groups(plan, mesh, 1, timeout)
         self.place = place = self._groups.place
