@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import RUNS, WIDTH, Recipe, batch, buffers, chain, data, gradients, of_modules, options, recipes, same
+from models import RUNS, WIDTH, Recipe, batch, chain, data, gradients, of_modules, options, recipes, same
 from plans import any_order
 from torch import Tensor, nn
 from torch.nn import functional as F
