@@ -7,6 +7,8 @@ from pipec.errors import PipecError, PlanError, RankError, RenderError, RunError
 from pipec.ir import Kind, Lane, Plan, Task
 from pipec.lazy import lazy
 from pipec.render import draw
+from pipec.runtime.asynchronous.delays import TruncatedExponential
+from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.batchnorm import deferred_batch_norm
 from pipec.runtime.check import check
 from pipec.runtime.profile import profile
@@ -31,8 +33,8 @@ from pipec.values import skip
 __version__ = "0.1.0"
 __all__ = [
     "Costs", "Kind", "Lane", "LiveWeights", "Nesterov", "PipeDream", "PipeDream2BW", "PipeMare", "PipecError",
-    "Pipeline", "Plan", "PlanError", "Predicted", "RankError", "RenderError", "Result", "RunError", "Runner",
-    "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "activations", "chain", "check",
-    "compile", "deferred_batch_norm", "draw", "lazy", "parse_schedule", "profile", "reference", "schedules", "skip",
-    "torch_csv",
+    "Pipeline", "Plan", "PlanError", "Predicted", "RankError", "RenderError", "Rescheduling", "Result", "RunError",
+    "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "TruncatedExponential",
+    "activations", "chain", "check", "compile", "deferred_batch_norm", "draw", "lazy", "parse_schedule", "profile",
+    "reference", "schedules", "skip", "torch_csv",
 ]

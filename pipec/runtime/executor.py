@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class Device:
     """One logical device during a step: its slots and the task it is at."""
 
     __slots__ = ("at", "channels", "index", "inputs", "received", "stages", "step", "store")
+    handlers: ClassVar[tuple[Any, ...]]  # by Kind
 
     def __init__(self, index: int, slots: int, stages: list[Stage], step: Step, channels: Channels) -> None:
         self.index, self.stages, self.step, self.channels = index, stages, step, channels
@@ -77,7 +78,7 @@ class Device:
             BaseException: whatever a stage raised; ``at`` is the task it came from.
         """
         step, store, channels = self.step, self.store, self.channels
-        handlers = RECORDED if profiling() else HANDLERS
+        handlers = RECORDED if profiling() else self.handlers
         starts, ends = step.starts, step.ends
         for op in ops:
             if channels.stopped:
@@ -87,7 +88,7 @@ class Device:
                 if self.received[route] < count:
                     self.receive(route, count)
             starts[op.task] = perf_counter_ns()
-            handlers[op.kind](self, op)  # type: ignore[misc]
+            handlers[op.kind](self, op)
             ends[op.task] = perf_counter_ns()
             for slot in op.frees:
                 store[slot] = None
@@ -278,12 +279,13 @@ HANDLERS = (
     Device.forward, Device.recompute, Device.backward, Device.backward_input, Device.backward_weight, Device.copy, None,
     Device.update,
 )
+Device.handlers = HANDLERS
 
 
 def _record(device: Device, op: Op) -> None:
     """A task under the name it has in the user's profiler."""
     with recorded(device.step.plan, op.task):
-        HANDLERS[op.kind](device, op)  # type: ignore[misc]
+        device.handlers[op.kind](device, op)
 
 
 RECORDED = (_record,) * len(HANDLERS)

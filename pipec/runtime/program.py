@@ -6,6 +6,7 @@ Programs hold numbers only, so they are built once per plan and shared by all it
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 from attrs import frozen
@@ -79,10 +80,9 @@ class Program:
     routes: tuple[Route, ...]
     backward_order: tuple[tuple[int, ...], ...]  # per stage its microbatches in the order of their backwards
     split: frozenset[int]  # stages with a backward in two halves
-    keys: tuple[tuple[tuple[int, int, int], ...], ...]  # per device and slot what it holds: Buffer, ref, microbatch
 
 
-class _Slots:
+class Slots:
     """Numbers for (kind, value or stage, microbatch) on one device."""
 
     def __init__(self) -> None:
@@ -97,12 +97,34 @@ class _Slots:
 
 def build_program(plan: Plan) -> Program:
     """Translate ``plan`` into instructions, one sweep over its tasks."""
-    slots = [_Slots() for _ in range(plan.devices)]
+    slots = [Slots() for _ in range(plan.devices)]
+    made = instructions(plan, slots)
+    ops, updates = [], []
+    for device in range(plan.devices):
+        own = np.union1d(plan.lanes[device][Lane.COMPUTE], plan.lanes[device][Lane.OUT]).tolist()
+        last = max((i for i in own if made[i].kind is not Kind.UPDATE), default=-1)
+        late = [made[i] for i in own if i > last]
+        ops.append(tuple(made[i] for i in own if i <= last))
+        updates.append(tuple(late))
+    routes = tuple(sorted({op.route for op in made if op.kind is Kind.COPY}))
+    order: list[list[int]] = [[] for _ in plan.graph.stages]
+    for op in made:
+        if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            order[op.stage].append(op.microbatch)
+    split = frozenset(op.stage for op in made if op.kind is Kind.BACKWARD_WEIGHT)
+    return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes,
+                   tuple(map(tuple, order)), split)
+
+
+def instructions(plan: Plan, slots: Sequence[Slots]) -> list[Op]:
+    """Every task of ``plan`` as an instruction, in the order of the table; ``slots``: one per device, filled here."""
     frees: dict[tuple[int, int], list[Slot]] = defaultdict(list)
     tapes: dict[int, Slot] = {}
     columns = [getattr(plan.buffers, name).tolist() for name in (
         "kind", "ref", "microbatch", "device", "writer", "free")]
     for kind, ref, microbatch, device, writer, free in zip(*columns, strict=True):
+        if kind == Buffer.WEIGHT:
+            continue  # versions stand beside the parameters
         slot = slots[device].of(Buffer(kind), ref, microbatch)
         if slot not in frees[device, free]:
             frees[device, free].append(slot)
@@ -120,21 +142,7 @@ def build_program(plan: Plan) -> Program:
             (made[w].route, place[w]) for w in plan.waits.of(op.task).tolist()
             if made[w].kind is Kind.COPY and made[w].route[1] == op.device
         )
-    ops, updates = [], []
-    for device in range(plan.devices):
-        own = np.union1d(plan.lanes[device][Lane.COMPUTE], plan.lanes[device][Lane.OUT]).tolist()
-        last = max((i for i in own if made[i].kind is not Kind.UPDATE), default=-1)
-        late = [made[i] for i in own if i > last]
-        ops.append(tuple(made[i] for i in own if i <= last))
-        updates.append(tuple(late))
-    routes = tuple(sorted({op.route for op in made if op.kind is Kind.COPY}))
-    order: list[list[int]] = [[] for _ in plan.graph.stages]
-    for op in made:
-        if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            order[op.stage].append(op.microbatch)
-    split = frozenset(op.stage for op in made if op.kind is Kind.BACKWARD_WEIGHT)
-    return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes,
-                   tuple(map(tuple, order)), split, tuple(tuple(s.number) for s in slots))
+    return made
 
 
 def _places(plan: Plan, made: list[Op]) -> dict[int, int]:
@@ -148,7 +156,7 @@ def _places(plan: Plan, made: list[Op]) -> dict[int, int]:
     return place
 
 
-def _op(plan: Plan, task: int, slots: list[_Slots]) -> Op:
+def _op(plan: Plan, task: int, slots: Sequence[Slots]) -> Op:
     table, graph = plan.table, plan.graph
     kind, stage, m, device = (
         Kind(table.kind[task]), int(table.stage[task]), int(table.microbatch[task]), int(table.device[task])

@@ -36,6 +36,7 @@ class Result:
         microbatches: how many the minibatch was cut into; fewer than the plan's when it had fewer rows.
         elsewhere: of a run over several ranks, outputs that are in another rank's result, with its device.
         skipped: True when a gradient scaler found an inf or NaN and no stage was updated.
+        drained: minibatches that were in flight in an asynchronous pipeline and were finished first.
     """
 
     losses: dict[str, Any]
@@ -43,12 +44,14 @@ class Result:
     microbatches: int
     skipped: bool = False
     elsewhere: tuple[tuple[str, int], ...] = ()
+    drained: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         losses = ", ".join(f"{name} {_number(value)}" for name, value in self.losses.items()) or "none"
         outputs = ", ".join(f"{name} {_shape(value)}" for name, value in self.outputs.items()) or "none"
         count = f"{self.microbatches} microbatch" + ("" if self.microbatches == 1 else "es")
-        return f"Result(losses: {losses}; outputs: {outputs}; {count}{'; skipped' if self.skipped else ''})"
+        told = f"; minibatches {', '.join(map(str, self.drained))} finished first" if self.drained else ""
+        return f"Result(losses: {losses}; outputs: {outputs}; {count}{'; skipped' if self.skipped else ''}{told})"
 
     @property
     def loss(self) -> Tensor:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from attrs import evolve
-from torch import Tensor
 
 from pipec.compiler import forward_plan, with_microbatches
-from pipec.errors import RunError, raise_all
+from pipec.errors import RunError
 from pipec.ir import Kind, Plan
-from pipec.runtime import checkpoint, names
+from pipec.runtime import names
 from pipec.runtime.alone import Alone, party
-from pipec.runtime.backends import Backend
+from pipec.runtime.asynchronous.overlapping import Overlapping
+from pipec.runtime.asynchronous.weights import StageWeights
+from pipec.runtime.backends import Auto, Backend, Replay, Threads
 from pipec.runtime.batchnorm import deferred_layers, minibatch
-from pipec.runtime.choose import make_backend
+from pipec.runtime.cpu_lanes import CpuLanes
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
 from pipec.runtime.fit import check_fit
@@ -29,12 +31,15 @@ from pipec.runtime.randomness import Position, Randomness, Streams
 from pipec.runtime.result import Result
 from pipec.runtime.split import tell_compiled
 from pipec.runtime.stages import Stage, bind, training_flags
+from pipec.runtime.state import Stateful
 from pipec.runtime.step import Batch, Probe, Step
 from pipec.runtime.trace import measured
 from pipec.timeline import Timeline
 
+_numbers = count()
 
-class Runner:
+
+class Runner(Overlapping, Stateful):
     """Runs a plan on real devices.
 
     Args:
@@ -46,9 +51,7 @@ class Runner:
         backend: "threads" (a worker per device), "replay" (one thread), or by default "auto": one thread in the first
             step and while tasks take less than 0.2 ms on average, where threads only wait for Python's lock, else a
             worker per device. "lanes" has a worker per lane (compute, copy out, copy in of every device) and copies
-            that really copy, in the order in which streams of GPUs would work. "adversarial" runs one task at a time
-            in hostile orders that the plan allows, another one each step, and raises RaceError when a wait is missing.
-            "distributed", the default under an
+            that really copy, in the order in which streams of GPUs would work. "distributed", the default under an
             initialised process group of several processes: this process is one device, see docs/distributed.md. The
             numbers are the same.
         mesh: of a distributed run: a DeviceMesh with the dimensions "pp" and, for replicas, "dp"; by default all
@@ -63,6 +66,8 @@ class Runner:
             ``torch.manual_seed`` before training makes a run repeatable. See :mod:`pipec.runtime.randomness`.
         model: the whole module that the stages are parts of, or a dict of tensors by name: state dicts and
             checkpoints then have its names, however it was cut into stages.
+        rescheduling: :class:`pipec.Rescheduling`, learning rates by staleness in asynchronous plans.
+        delay: :class:`pipec.TruncatedExponential`, random delays of forwards with backend="replay", for study.
         watchdog: seconds in which no task ends after which the logger "pipec" warns where every device stands.
 
     Raises:
@@ -76,11 +81,13 @@ class Runner:
         devices: Sequence[str | torch.device] | None = None,
         optimizer: Any = None,
         *,
-        backend: str | Backend | None = None,
+        backend: str | None = None,
         before_update: Hook | None = None,
         scaler: Any = None,
         seed: int | None = None,
         model: names.Model | None = None,
+        rescheduling: Any = None,
+        delay: Any = None,
         watchdog: float | None = 300.0,
         mesh: Any = None,
         outputs: str = "owner",
@@ -88,6 +95,7 @@ class Runner:
     ) -> None:
         check_fit(pipeline, plan, devices, backend)
         self.spec, self.plan = pipeline.spec, plan
+        self._backend_name, self._watchdog = backend, watchdog
         self._party: Alone = party(self.spec, plan, backend, mesh, timeout, outputs)
         with self._party.agreement({"scaler": scaler is not None, "outputs option": outputs}):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
@@ -98,9 +106,12 @@ class Runner:
         self._position = Position(seed)
         self._streams = Streams()
         self.probe: Probe | None = None
+        self._rescheduling, self._delay = rescheduling, delay
+        self._weights = [StageWeights(stage) for stage in self.stages]
+        self._flow = self._flow_of(plan)
 
     def _make(
-        self, backend: str | Backend | None, watchdog: float | None, optimizer: Any, scaler: Any, hook: Hook | None,
+        self, backend: str | None, watchdog: float | None, optimizer: Any, scaler: Any, hook: Hook | None,
         model: names.Model | None,
     ) -> None:
         """What belongs to the stages of this process."""
@@ -110,11 +121,18 @@ class Runner:
         tell_compiled(
             self.stages[s] for s in np.unique(plan.table.stage[plan.table.kind == Kind.BACKWARD_WEIGHT]).tolist()
         )
-        self._backend: Backend = self._party.backend or make_backend(
-            backend, self.spec.name, plan.devices, watchdog
-        )
+        self._backend: Backend = self._party.backend or self._make_backend(backend, watchdog)
         self._updater = Updater(plan, optimizer, self.stages, scaler, hook, self._party.anywhere)
         self._owners = names.owners(self.stages, model)
+
+    def _make_backend(self, backend: str | None, watchdog: float | None) -> Backend:
+        name = f"{self.spec.name} {next(_numbers)}"
+        if backend == "lanes":
+            return CpuLanes(self.plan.devices, name)
+        if backend == "replay" or (backend != "threads" and self.plan.devices == 1):
+            return Replay()
+        threads = Threads(self.plan.devices, name, watchdog)
+        return threads if backend == "threads" else Auto(threads)
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -137,6 +155,8 @@ class Runner:
             raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
+        if self.plan.asynchronous:
+            return self._overlap(args, inputs)
         trained = [stage.trainable() for stage in self.stages]
         used = [own for own, info in zip(trained, self.plan.graph.stages, strict=True) if info.backward]
         parameters = list({id(p): p for own in used for p in own}.values())
@@ -212,15 +232,18 @@ class Runner:
     def evaluate(self, *args: Any, **inputs: Any) -> Result:
         """Outputs and losses of a batch of any size in eval mode, without gradients; nothing is kept.
 
-        Losses whose inputs are not given are left out.
+        Losses whose inputs are not given are left out. An asynchronous pipeline is flushed first: ``drained`` of the
+        result has the numbers of the minibatches that this finished, and the next step's result their losses.
         """
         with self._alone():
-            return self._forward(args, inputs, losses=True)
+            drained = self._drain()
+            return evolve(self._forward(args, inputs, losses=True), drained=drained)
 
     def forward(self, *args: Any, **inputs: Any) -> Result:
         """As :meth:`evaluate`, without computing any loss."""
         with self._alone():
-            return self._forward(args, inputs, losses=False)
+            drained = self._drain()
+            return evolve(self._forward(args, inputs, losses=False), drained=drained)
 
     def _forward(self, args: Sequence[Any], inputs: dict[str, Any], losses: bool) -> Result:
         needed = {index for stage in self.stages for index in stage.needed_inputs}
@@ -229,7 +252,7 @@ class Runner:
         party, position = self._party, self._position.pinned()
 
         def made() -> Batch:
-            batch = Batch(self.spec, args, inputs, self.plan.microbatches, optional)
+            batch = Batch(self.spec, args, inputs, self.plan.minibatch, optional)
             if not losses:
                 batch.wanted_losses = set()
             return batch
@@ -287,66 +310,6 @@ class Runner:
         finally:
             if self._turn.get("call") is mine:
                 self._turn.clear()
-
-    # -- state ----------------------------------------------------------------------------------------------
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers by stage name, or under "all"."""
-        return {self.stages[s].name if s >= 0 else "all": made for s, made in self._updater.per_stage.items()}
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Every parameter of the pipeline once."""
-        seen: set[int] = set()
-        for stage in self.stages:
-            for _, parameter in stage.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
-
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers of all stages, tied ones under each name; the values share memory with the model.
-
-        Names are those of ``model=``, else ``stage.key`` (``loss.key`` for a loss that is a module).
-        """
-        return names.state_dict(self._owners)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or what ``model.state_dict()`` gives where ``model=`` was given.
-
-        Raises:
-            RunError: listing every name that is missing, unknown or of another shape; nothing is loaded then.
-        """
-        raise_all(f"state of pipeline {self.spec.name!r}", names.model_problems(self._owners, state), RunError)
-        names.load_model(self._owners, state)
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Everything for a bit-equal continuation: model, optimizers, scaler, number of steps, random numbers.
-
-        A dict of tensors and plain Python for ``torch.save``, read by ``torch.load(..., weights_only=True)``; later
-        steps do not change it. Take it between steps. What the script owns is not in it: its learning-rate
-        schedulers (save their ``state_dict()``), its data loader, ``.grad`` that was not used yet, and optimizers of
-        a plan without UPDATE.
-
-        Raises:
-            RunError: an optimizer has parameters that are in no stage nor in ``model=``.
-        """
-        self._ready()
-        return checkpoint.save(self._owners, self.optimizers, self._updater.scaler, self._position.pinned())
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`checkpoint`.
-
-        Devices, schedule and ``update=`` may be others than when it was taken, with ``model=`` the stages too; the
-        step after it is bit-equal as far as the plans' numbers are (random numbers belong to a stage's place, so
-        dropout in other stages draws others). Options of the checkpoint's optimizers, such as the learning rate,
-        replace those given here; so make a learning-rate scheduler first, restore, then load the scheduler's state.
-
-        Raises:
-            RunError: listing everything that does not fit; nothing is loaded then.
-        """
-        self._ready()
-        self._position = checkpoint.restore(self._owners, self.optimizers, self._updater.scaler, state)
 
     def trace(self) -> Timeline:
         """The measured timeline of the last training step, in milliseconds. Over ranks all of them call it.

@@ -105,6 +105,7 @@ class Stage:
             (i, out.ref.path) for i, out in enumerate(spec.outputs) if out.ref.index == index
         )
         self.fn = self.spec.fn
+        self.params = self.spec.params  # another version of them while a task of an asynchronous plan reads it
         owner = owner_of(self.fn)
         self.module = owner if isinstance(owner, nn.Module) else None
         owned = (self.module, *(loss.spec.fn for loss in self.losses))
@@ -203,7 +204,7 @@ class Stage:
         if self.fn is None:
             raise RunError(f"stage {self.name!r} is a placeholder without a module; it can be drawn but not run")
         args, kwargs = self.call.fill(values)
-        out = self.fn(*args, **kwargs) if self.spec.params is None else self.fn(self.spec.params, *args, **kwargs)
+        out = self.fn(*args, **kwargs) if self.params is None else self.fn(self.params, *args, **kwargs)
         parts = self.spec.outputs
         if parts is not None and not (isinstance(out, tuple | list) and len(out) == parts):
             raise RunError(f"stage {self.name!r} was declared with outputs={parts} but returned {brief(out)}")

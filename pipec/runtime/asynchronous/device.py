@@ -1,0 +1,183 @@
+"""A device in an asynchronous plan: the same loop and handlers, with the weights that each task reads."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import RunError
+from pipec.ir import Kind
+from pipec.runtime.asynchronous.program import Reading
+from pipec.runtime.asynchronous.recognise import Following, check_saved
+from pipec.runtime.asynchronous.saved import Saved, outer_hooks
+from pipec.runtime.asynchronous.weights import Leaves, StageWeights
+from pipec.runtime.borders import edges, version
+from pipec.runtime.engine import gradients
+from pipec.runtime.executor import HANDLERS, Device, Tape, _flat, _shaped
+from pipec.runtime.program import Op
+from pipec.runtime.randomness import Purpose
+from pipec.runtime.stages import Stage
+from pipec.runtime.strays import flat, leaves_below
+
+
+class WeightTape(Tape):
+    """A graph, the leaves it was made from, and the hooks that give its backward other weights (None without)."""
+
+    __slots__ = ("saved", "weights")
+
+    def __init__(self, tape: Tape, weights: Leaves, saved: Saved | None) -> None:
+        super().__init__(tape.leaves, tape.edges, tape.losses)
+        self.weights, self.saved = weights, saved
+
+
+class OverlappedDevice(Device):
+    """One logical device; it lives from one flush to the next."""
+
+    __slots__ = ("_leaves", "_reading", "_saved")
+    step: Any
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._leaves: Leaves | None = None
+        self._reading: Reading | None = None
+        self._saved: Saved | None = None
+
+    def forward(self, op: Op) -> None:
+        """FORWARD with the weights that the plan and its rule say."""
+        step, weights = self.step, self.step.weights[op.stage]
+        reading: Reading = step.readings[op.task]
+        back = step.delayed(op, weights)
+        leaves = step.half.forward(
+            weights, reading.version - back, reading.ahead + back, step.optimizers.get(op.stage)
+        )
+        self._with(weights, leaves, reading, super().forward, op)
+
+    def recompute(self, op: Op) -> None:
+        """RECOMPUTE with the weights that the plan and its rule say."""
+        step, weights = self.step, self.step.weights[op.stage]
+        reading: Reading = step.readings[op.task]
+        back = step.delayed(op, weights) if reading.exact else 0
+        leaves = step.half.recompute(
+            weights, reading.version - back, reading.ahead + back, step.optimizers.get(op.stage)
+        )
+        self._with(weights, leaves, reading, super().recompute, op)
+
+    def _with(self, weights: StageWeights, leaves: Leaves, reading: Reading, run: Any, op: Op) -> None:
+        self._leaves, self._reading, self._saved = leaves, reading, None
+        try:
+            if leaves.live:
+                run(op)
+            else:
+                with weights.standing_in(leaves):
+                    run(op)
+        finally:
+            self._leaves = self._reading = self._saved = None
+        weights.drop(reading.drops)
+
+    def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, list[Any]]:
+        reading, leaves = self._reading, self._leaves
+        assert reading is not None
+        assert leaves is not None
+        if op.tape < 0 or not reading.hooked or (reading.exact and not leaves.live):
+            return super()._call(stage, op, hooks)
+        known = self.step.known[op.stage]
+        mode = (stage.module is not None and stage.module.training, torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"))
+        found = self._saving(stage, op, leaves, reading, follow=not known or not any(m == mode for m, _ in known))
+        assert self._saved is not None
+        signature = mode, tuple(self._saved.signature)
+        if signature not in known:
+            if self._saved.seen is None:  # it saves other things than before: look at it again, then drop it
+                kept, marks = self._saved, stage.buffers.mark()
+                before = stage.buffers.exchange(marks) if marks else []
+                try:
+                    self._saving(stage, op, leaves, reading, follow=True)
+                finally:
+                    self._saved = kept
+                    if marks:
+                        stage.buffers.put_back(before, marks)
+            known.add(signature)
+        self._saved.seen = None
+        return found
+
+    def _saving(
+        self, stage: Stage, op: Op, leaves: Leaves, reading: Reading, follow: bool
+    ) -> tuple[list[Any], Any, list[Any]]:
+        """Run the stage under hooks; ``follow``: and find out whether its backward can have other weights."""
+        step = self.step
+        saved = Saved(leaves, reading.exact, outer_hooks(), [] if follow else None)
+        packets = [self.store[slot] for slot in op.reads]
+        packets += [self.inputs[index][op.microbatch] for index in stage.inputs]
+        values, read = stage.read(packets)
+        versions = [version(packet) for packet in packets]
+        following = Following(saved, values) if follow else None
+        with step.random.task(op.stage, op.microbatch, Purpose.FORWARD), stage.buffers.watch, ExitStack() as stack:
+            if following is not None:
+                stack.enter_context(following)
+            stack.enter_context(saved)
+            out = stage.run(values)
+            losses = [stage.run_loss(loss, values, out) for loss in stage.losses]
+        if stage.learning or versions != [version(packet) for packet in packets]:
+            stage.check_writes(packets, versions)
+        if following is not None:
+            roots = [edges(stage.take(out, path)) for _, path in stage.gives]
+            roots += [edges(value) for value in losses]
+            check_saved(step.weights[op.stage], saved, following, flat(roots), step.plan.weights)
+        self._saved = saved
+        return read, out, losses
+
+    def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, losses: list[Any]) -> None:
+        super()._keep(stage, op, leaves, out, losses)
+        own = self._leaves
+        assert own is not None
+        tape: Tape = self.store[op.tape]
+        if not own.live and op.stage not in self.step.stood_in:
+            check_standing_in(stage, self.step.weights[op.stage], [tape.edges, tape.losses])
+            self.step.stood_in.add(op.stage)
+        self.store[op.tape] = WeightTape(tape, own, self._saved)
+
+    def backward(self, op: Op) -> None:
+        """BACKWARD: vector-Jacobian products with the weights that the plan and its rule say."""
+        stage, step = self.stages[op.stage], self.step
+        reading: Reading = step.readings[op.task]
+        weights, tape = step.weights[op.stage], self.store[op.tape]
+        leaves, roots, seeds = self._arrived(stage, op)
+        wanted, shape = _flat(leaves)
+        inputs = len(wanted)
+        wanted = wanted + tape.weights.tensors
+        found: Any = [None] * len(wanted)
+        if roots and wanted:
+            if tape.saved is not None:
+                tape.saved.give = step.half.backward(weights, reading.version)
+            with step.random.task(op.stage, op.microbatch, Purpose.BACKWARD):
+                found = gradients(roots, seeds, wanted)
+        step.add_gradients(op.stage, op.microbatch, found[inputs:])
+        if step.probe is not None:
+            step.probe(Kind.BACKWARD, op.stage, op.microbatch, list(found))
+        self._give_back(stage, op, _shaped(found, shape))
+        weights.drop(reading.drops)
+
+    def update(self, op: Op) -> None:
+        """UPDATE: one step of the stage's optimizer, a new version of its weights."""
+        self.step.update(op)
+
+
+OverlappedDevice.handlers = (
+    OverlappedDevice.forward, OverlappedDevice.recompute, OverlappedDevice.backward, *HANDLERS[3:7],
+    OverlappedDevice.update,
+)
+
+
+def check_standing_in(stage: Stage, weights: StageWeights, roots: list[Any]) -> None:
+    """Raise RunError when a graph made with other weights reaches a live parameter."""
+    names: dict[int, str] = {id(p): name for name, p in zip(weights.names, weights.parameters, strict=True)}
+    for leaf in leaves_below(flat(roots)):
+        if isinstance(leaf, Tensor) and id(leaf) in names:
+            raise RunError(
+                f"stage {stage.name!r} reads its parameter {names[id(leaf)]!r} in another way than as an attribute of "
+                "its module or from params=, so no other version of it can stand in: the weight rule has a forward "
+                "read older or predicted weights; read it through the module, or use schedule='pipedream'"
+            )

@@ -1,0 +1,237 @@
+"""Minibatch after minibatch through an asynchronous plan: one segment of it per step, and the flush."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from pipec.errors import Problem, RunError, raise_all
+from pipec.ir import Plan
+from pipec.runtime.asynchronous import rescheduling as rates
+from pipec.runtime.asynchronous.delays import TruncatedExponential
+from pipec.runtime.asynchronous.device import OverlappedDevice
+from pipec.runtime.asynchronous.program import Segment, build_steps
+from pipec.runtime.asynchronous.rescheduling import Rescheduling
+from pipec.runtime.asynchronous.result import AsynchronousResult, Finished, result_of
+from pipec.runtime.asynchronous.weights import StageWeights
+from pipec.runtime.asynchronous.window import Flight, Window, flight_of
+from pipec.runtime.channels import Channels
+from pipec.runtime.failure import Failure, annotate, note
+from pipec.runtime.gradients import commit
+from pipec.runtime.program import Op
+from pipec.runtime.randomness import Randomness
+from pipec.runtime.shared import SharedBuffers
+from pipec.runtime.step import Batch, Probe
+from pipec.spec import Spec
+
+Run = Callable[[list[OverlappedDevice], Sequence[Sequence[Op]], Channels], Failure | None]
+
+
+class Flow:
+    """An asynchronous plan in motion.
+
+    Attributes:
+        fed: minibatches since the last flush.
+        pending: microbatches that a flush in between finished, for the next result.
+    """
+
+    def __init__(
+        self, spec: Spec, plan: Plan, weights: Sequence[StageWeights], optimizers: Mapping[int, Optimizer],
+        rescheduling: Rescheduling | None = None, delay: TruncatedExponential | None = None,
+    ) -> None:
+        self.spec, self.plan, self.weights, self.optimizers = spec, plan, weights, optimizers
+        self.steps = build_steps(plan)
+        self.rescheduling, self.delay = rescheduling, delay
+        self.window: Window | None = None
+        self.fed = 0
+        self.pending: list[Finished] = []
+        self._known: list[set[Any]] = [set() for _ in weights]
+        self._devices: list[OverlappedDevice] = []
+        self._channels = Channels(self.steps.routes)
+        self._shared: SharedBuffers | None = None
+        for own in weights:
+            self.steps.half.check(own, optimizers.get(own.stage.index))
+
+    @property
+    def in_flight(self) -> list[Flight]:
+        """Minibatches that were fed and are not finished, oldest first."""
+        return [] if self.window is None else [
+            flight for flight in self.window.flights
+            if flight is not None and len(flight.updated) < self._updates
+        ]
+
+    @property
+    def _updates(self) -> int:
+        """UPDATEs that a minibatch brings, all stages together."""
+        return sum(1 for stage in self.plan.graph.stages if stage.backward) * self.steps.updates
+
+    def step(self, batch: Batch, random: Randomness, probe: Probe | None, run: Run) -> AsynchronousResult:
+        """Feed one minibatch and run one step of the plan.
+
+        Raises:
+            BaseException: what a task raised. What was in flight is dropped then.
+        """
+        packets = batch.packets()
+        options = {stage: rates.options_of(optimizer) for stage, optimizer in self.optimizers.items()}
+        flight = flight_of(batch, random, self.plan.update_every, options)
+        if self.window is None:
+            self._begin()
+        window = self.window
+        assert window is not None
+        place = min(self.fed, len(self.steps.segments) - 1)
+        if self.fed > place:
+            self._shift()
+        window.feed(place, flight, packets)
+        window.probe = probe
+        self.fed += 1
+        segment = self.steps.segments[place]
+        self._run(segment, run)
+        for device in self._devices:  # what arrived for later steps
+            for route in self.steps.routes:
+                if route[1] == device.index:
+                    device.receive(route, segment.sent[route])
+        found = self.pending + window.take(segment.finished)
+        self.pending = []
+        return result_of(self.spec, self.plan.minibatch, found)
+
+    def drain(self, run: Run) -> tuple[int, ...]:
+        """Run what is left of the minibatches in flight; the next result has what it finished.
+
+        Returns:
+            The numbers of these minibatches.
+        """
+        if self.window is None:
+            return ()
+        numbers = tuple(flight.number for flight in self.in_flight)
+        count = min(self.fed, len(self.steps.segments))
+        segment = self.steps.flush(count)
+        self._run(segment, run)
+        self.pending += self.window.take(segment.finished)
+        self.drop()
+        return numbers
+
+    def result(self) -> AsynchronousResult:
+        """What was finished since the last result."""
+        found, self.pending = self.pending, []
+        return result_of(self.spec, self.plan.minibatch, found)
+
+    def drop(self) -> None:
+        """Forget everything in flight."""
+        self.window, self.fed, self._devices = None, 0, []
+        self._channels = Channels(self.steps.routes)
+        for weights in self.weights:
+            weights.kept, weights.made = {}, None
+
+    def _begin(self) -> None:
+        """An empty pipeline: look at the stages anew."""
+        for weights in self.weights:
+            weights.begin()
+            weights.history = self._history(weights.stage.index)
+            weights.stage.buffers.refresh()
+            self.steps.half.check(weights, self.optimizers.get(weights.stage.index))
+        check_gradients(self.weights)
+        self._shared = SharedBuffers([weights.stage for weights in self.weights], True)
+        self.window = Window(self.steps, self.spec, self.weights, self.optimizers, self._update, self.delay)
+        self.window.known = self._known
+        stages = [weights.stage for weights in self.weights]
+        self._devices = [
+            OverlappedDevice(device, slots, stages, self.window, self._channels)
+            for device, slots in enumerate(self.steps.slots)
+        ]
+
+    def _history(self, stage: int) -> int:
+        return 0 if self.delay is None else self.delay.longest + ceil(self.steps.staleness[stage]) + 1
+
+    def _shift(self) -> None:
+        """Move everything alive one minibatch towards the start of the plan."""
+        assert self.window is not None
+        by = self.plan.minibatch
+        self.window.shift()
+        for device in self._devices:
+            del device.store[:by]
+            device.store.extend([None] * by)
+            for route in device.received:
+                device.received[route] -= self.steps.period[route]
+
+    def _run(self, segment: Segment, run: Run) -> None:
+        window = self.window
+        assert window is not None
+        size = len(self.plan)
+        window.starts, window.ends = [0] * size, [0] * size
+        failure = run(self._devices, segment.ops, self._channels)
+        if failure is None:
+            assert self._shared is not None
+            try:
+                self._shared.check()
+            except BaseException:
+                self.drop()
+                raise
+            return
+        told = lost(self.in_flight)
+        self.drop()
+        for weights in self.weights:
+            for parameter in weights.parameters:
+                parameter.grad = None
+        try:
+            note(failure.error, told)
+            raise annotate(failure, self.plan.graph)
+        finally:
+            del failure, window  # a caught traceback must not keep tensors in a cycle
+
+    def _update(self, op: Op) -> None:
+        """One UPDATE: the gradients of its microbatches become ``.grad``, the optimizer steps, the rule has its say."""
+        window, weights = self.window, self.weights[op.stage]
+        assert window is not None
+        optimizer = self.optimizers.get(op.stage)
+        flight = window.flight((op.microbatch + 1) * window.every - 1)
+        sums = window.sums.pop((op.stage, op.microbatch), None)
+        if op.task in self.steps.keeps or weights.history:
+            weights.keep()
+        if optimizer is not None:
+            options, factor = flight.options[op.stage], self._factor(weights)
+
+            def advance(scale: float) -> None:
+                weights.rates = rates.advance(optimizer, options, factor * scale)
+
+            try:
+                if sums is not None:
+                    commit([sums], set())
+                self.steps.half.update(weights, advance)
+            finally:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+        weights.advanced()
+        torch.clear_autocast_cache()  # it keeps casts of the weights
+        flight.updated.append(weights.stage.name)
+
+    def _factor(self, weights: StageWeights) -> float:
+        if self.rescheduling is None:
+            return 1.0
+        return self.rescheduling.factor(weights.updates, float(self.steps.staleness[weights.stage.index]))
+
+
+def lost(flights: Sequence[Flight]) -> str:
+    """Which minibatches a failure loses, and which stages had been updated with them."""
+    numbers = ", ".join(str(flight.number) for flight in flights) or "none"
+    told = [
+        f"{', '.join(dict.fromkeys(flight.updated))} with minibatch {flight.number}"
+        for flight in flights if flight.updated
+    ]
+    updated = "; updated already: " + "; ".join(told) if told else "; no stage was updated with any of them"
+    return f"pipec: minibatches in flight are lost: {numbers}{updated if flights else ''}. The next step begins with " \
+           "an empty pipeline"
+
+
+def check_gradients(weights: Sequence[StageWeights]) -> None:
+    """Raise RunError for gradients that asynchronous updates would neither use nor clear."""
+    problems = [
+        Problem(f"{own.stage.name}.{name} has a .grad from before")
+        for own in weights for name, p in zip(own.names, own.parameters, strict=True) if p.grad is not None
+    ]
+    raise_all("asynchronous steps make their own gradients; set these to None first (optimizer.zero_grad())", problems,
+              RunError, most=8)

@@ -1,0 +1,240 @@
+"""What a Runner can do with an asynchronous plan: its steps, ``flush()``, ``switch()``, and what there is to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import Problem, RunError, raise_all
+from pipec.ir import Plan
+from pipec.runtime import names
+from pipec.runtime.asynchronous.delays import TruncatedExponential
+from pipec.runtime.asynchronous.flow import Flow
+from pipec.runtime.asynchronous.rescheduling import Rescheduling
+from pipec.runtime.asynchronous.result import AsynchronousResult
+from pipec.runtime.asynchronous.weights import StageWeights, named
+from pipec.runtime.batchnorm import Deferred
+from pipec.runtime.optim import Updater
+from pipec.runtime.randomness import Position, Randomness, Streams
+from pipec.runtime.stages import Stage
+from pipec.runtime.step import Batch, Probe
+from pipec.spec import Spec
+from pipec.tree import flatten
+
+if TYPE_CHECKING:
+    from pipec.runtime.backends import Backend
+
+
+class Overlapping:
+    """The part of a Runner that knows asynchronous plans."""
+
+    spec: Spec
+    plan: Plan
+    stages: list[Stage]
+    probe: Probe | None
+    _backend: Backend
+    _updater: Updater
+    _deferred: list[Deferred]
+    _owners: list[names.Owner]
+    _position: Position
+    _streams: Streams
+    _flow: Flow | None
+    _weights: list[StageWeights]
+    _rescheduling: Rescheduling | None
+    _delay: TruncatedExponential | None
+    _backend_name: str | None
+    _watchdog: float | None
+    _plans: dict[tuple[bool, int], Any]
+
+    if TYPE_CHECKING:
+        def _alone(self) -> AbstractContextManager[None]: ...
+        def _make_backend(self, backend: str | None, watchdog: float | None) -> Backend: ...
+
+    def flush(self) -> AsynchronousResult:
+        """Finish every minibatch in flight in an asynchronous pipeline. The next step begins with an empty one.
+
+        Returns:
+            What was finished, the flushes of ``evaluate()``, ``checkpoint()`` and ``switch()`` since the last result
+            included; nothing with a synchronous plan.
+        """
+        with self._alone():
+            self._drain()
+            return AsynchronousResult({}, {}, self.plan.minibatch) if self._flow is None else self._flow.result()
+
+    def switch(self, plan: Plan) -> None:
+        """Go on with another plan of the same pipeline, on the same weights and optimizers.
+
+        A synchronous warm-up before an asynchronous plan, say (PipeMare's T3). What is in flight is flushed first.
+
+        Raises:
+            RunError: the plan does not fit; then nothing has changed.
+        """
+        with self._alone():
+            check_switch(plan, self.plan, self.spec)
+            flow = self._flow_of(plan)
+            self._drain()
+            if flow is not None and self._flow is not None:
+                flow.pending = self._flow.pending
+            before, self.plan, self._flow, self._plans = self.plan, plan, flow, {}
+            if plan.devices != before.devices:
+                self._backend.close()
+                self._backend = self._make_backend(self._backend_name, self._watchdog)
+
+    def _flow_of(self, plan: Plan) -> Flow | None:
+        """What runs ``plan``, when it is asynchronous.
+
+        Raises:
+            RunError: listing what asynchronous plans cannot do.
+        """
+        if not plan.asynchronous:
+            return None
+        raise_all(f"asynchronous schedule {plan.schedule!r}", refusals(self), RunError)
+        return Flow(self.spec, plan, self._weights, self._updater.per_stage, self._rescheduling, self._delay)
+
+    def _overlap(self, args: Sequence[Any], inputs: dict[str, Any]) -> AsynchronousResult:
+        """A step of an asynchronous plan."""
+        flow = self._flow
+        assert flow is not None
+        batch = Batch(self.spec, args, inputs, self.plan.minibatch)
+        check_batch(batch, self.plan)
+        if flow.window is None:
+            used = [s.trainable() for s, info in zip(self.stages, self.plan.graph.stages, strict=True) if info.backward]
+            self._updater.check(list({id(p): p for own in used for p in own}.values()))
+        result = flow.step(batch, Randomness(self._streams, self._position.pinned()), self.probe, self._backend.run)
+        self._position = self._position.advanced()
+        return result
+
+    def _drain(self) -> tuple[int, ...]:
+        """Flush an asynchronous pipeline; the next result tells what that finished."""
+        return () if self._flow is None else self._flow.drain(self._backend.run)
+
+    # -- to be read and plotted -----------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Numbers of the minibatches that were fed and have not updated every stage yet."""
+        return () if self._flow is None else tuple(flight.number for flight in self._flow.in_flight)
+
+    @property
+    def staleness(self) -> dict[str, float]:
+        """Per stage how many updates old the weights of a forward are, on average, when its gradient is made.
+
+        Counted from the plan's steady period; 0 for every stage of a synchronous plan.
+        """
+        if self._flow is None:
+            return dict.fromkeys((stage.name for stage in self.stages), 0.0)
+        return {s.name: float(own) for s, own in zip(self.stages, self._flow.steps.staleness, strict=True)}
+
+    @property
+    def learning_rates(self) -> dict[str, list[Any]]:
+        """Per stage the learning rates of its last asynchronous update, one per parameter group."""
+        return {weights.stage.name: list(weights.rates) for weights in self._weights if weights.rates}
+
+    @property
+    def deltas(self) -> dict[str, dict[str, Tensor]]:
+        """Per stage what discrepancy correction keeps: the mean change of each parameter per update, by name."""
+        return {
+            weights.stage.name: named(weights, weights.buffers["delta"])
+            for weights in self._weights if "delta" in weights.buffers
+        }
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def _saved_rules(self) -> dict[str, dict[str, Any]]:
+        """Per parameter the updates it had and what the weight rule keeps of it."""
+        called = names.aliases(self._owners)
+        return {
+            called[id(parameter)][0]: {
+                "updates": weights.updates, **{key: own[place].clone() for key, own in weights.buffers.items()}
+            }
+            for weights in self._weights if weights.updates or weights.buffers
+            for place, parameter in enumerate(weights.parameters)
+        }
+
+    def _load_rules(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from :meth:`_saved_rules`, whatever stages the parameters are in now."""
+        called = names.aliases(self._owners)
+        for weights in self._weights:
+            weights.refresh()
+            found = [next((saved[name] for name in called[id(p)] if name in saved), {}) for p in weights.parameters]
+            weights.updates = max((own.get("updates", 0) for own in found), default=0)
+            weights.buffers = {}
+            for key in {key for own in found for key in own} - {"updates"}:
+                weights.buffers[key] = [
+                    own[key].detach().clone() if key in own else torch.zeros_like(p, requires_grad=False)
+                    for own, p in zip(found, weights.parameters, strict=True)
+                ]
+
+
+def refusals(run: Any) -> list[Problem]:
+    """What an asynchronous plan cannot do, of what this runner was asked for."""
+    problems = []
+    if run._updater.hook is not None:
+        problems.append(Problem(
+            "before_update sees all gradients at once, but every stage updates on its own; clip per stage in an "
+            "optimizer's step, or use a synchronous schedule"
+        ))
+    if run._updater.scaler is not None:
+        problems.append(Problem(
+            "scaler= must know of every stage's inf before any update, but every stage updates on its own; use "
+            "bfloat16, which needs no loss scaling, or a synchronous schedule"
+        ))
+    users: dict[int, tuple[str, str]] = {}
+    for stage in run.stages:
+        for name, parameter in stage.named_parameters():
+            first = users.setdefault(id(parameter), (stage.name, name))
+            if first[0] != stage.name and parameter.requires_grad:
+                problems.append(Problem(
+                    f"stages {first[0]!r} and {stage.name!r} share the parameter {first[1]!r} ({name!r} there), whose "
+                    "versions would differ from stage to stage; give each its own, or use a synchronous schedule"
+                ))
+    if run._deferred:
+        problems.append(Problem(
+            "deferred_batch_norm needs whole minibatches, which overlap here; use plain BatchNorm or GroupNorm"
+        ))
+    if run._delay is not None and run._backend_name != "replay":
+        problems.append(Problem("delay= is for backend='replay', where every run is repeatable"))
+    if run._backend_name == "lanes":
+        problems.append(Problem("backend='lanes' runs synchronous plans; use 'threads' or 'replay'"))
+    if run._party.backend is not None:
+        problems.append(Problem("distributed runs take synchronous plans; run this one in one process"))
+    return problems
+
+
+def check_batch(batch: Batch, plan: Plan) -> None:
+    """Raise RunError for a minibatch that cannot be fed; nothing is lost then."""
+    if batch.microbatches < plan.minibatch:
+        raise RunError(
+            f"the minibatch has {batch.rows} rows, fewer than its {plan.minibatch} microbatches; in an asynchronous "
+            "plan every minibatch has as many. Leave it out (drop_last=True), or compile with fewer microbatches"
+        )
+    given = [
+        item.name for item, value in zip(batch.spec.inputs, batch.values, strict=True)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(value)[0])
+    ]
+    if given:
+        raise RunError(
+            f"input {given[0]!r} requires a gradient, which would be there only steps later, when what made the input "
+            "has changed; make that a stage of the pipeline, or detach the input"
+        )
+
+
+def check_switch(plan: Plan, now: Plan, spec: Spec) -> None:
+    """Raise RunError for a plan that a runner cannot go on with."""
+    problems = []
+    if not isinstance(plan, Plan):
+        raise RunError(f"switch(plan): expected a Plan from pipec.compile, got {type(plan).__name__}")
+    if plan.graph != spec.graph:
+        problems.append(Problem("it was compiled for another pipeline; compile this one with the other schedule"))
+    if plan.update != now.update:
+        problems.append(Problem(
+            f"it was compiled with update={plan.update!r}, the runner's plan with update={now.update!r}: its "
+            "optimizers would be others; compile both with update='stage'"
+        ))
+    if not plan.training:
+        problems.append(Problem("it was compiled with forward_only=True"))
+    raise_all("switch(plan)", problems, RunError)

@@ -1,0 +1,97 @@
+"""What a step of an asynchronous plan hands back: the microbatches that were finished in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from attrs import Factory, frozen
+from torch import Tensor
+
+from pipec.errors import RunError
+from pipec.runtime.result import Result
+from pipec.runtime.step import joined_output
+from pipec.spec import Spec
+
+
+@frozen(eq=False)
+class AsynchronousResult(Result):
+    """Losses and outputs of the microbatches whose last backward ended in a step, a flush or before it.
+
+    The first steps fill the pipeline and finish none: ``losses`` and ``outputs`` are empty then.
+
+    Attributes:
+        losses: by name, scalars per minibatch's worth of microbatches: a mean stays a mean, whatever part of which
+            minibatches was finished. Where that is one whole minibatch it is bit-equal to that minibatch's loss.
+        outputs: by name, finished microbatches joined in their order.
+        microbatches: how many a minibatch is cut into.
+        finished: (minibatch, microbatch) of each, ascending; minibatches counted as the run's steps from 0.
+        microbatch_losses: by name, one scalar per entry of ``finished``, as the stage computed it.
+    """
+
+    finished: tuple[tuple[int, int], ...] = ()
+    microbatch_losses: dict[str, tuple[Any, ...]] = Factory(dict)
+
+    @property
+    def minibatches(self) -> tuple[int, ...]:
+        """The minibatches that the finished microbatches belong to, ascending."""
+        return tuple(sorted({minibatch for minibatch, _ in self.finished}))
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of all losses.
+
+        Raises:
+            RunError: nothing was finished yet.
+        """
+        if not self.finished:
+            raise RunError("no microbatch was finished in this step: the pipeline is still filling; look at "
+                           "result.finished first, or take the losses of run.flush()")
+        return Result.loss.__get__(self)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        if not self.finished:
+            return "Result(nothing finished: the pipeline is filling)"
+        told = f"minibatch{'es' if len(self.minibatches) > 1 else ''} {', '.join(map(str, self.minibatches))}"
+        return f"{Result.__repr__(self)[:-1]}; {len(self.finished)} finished, of {told})"
+
+
+@frozen(eq=False)
+class Finished:
+    """One finished microbatch.
+
+    Attributes:
+        weights: per loss the factor that makes a minibatch's loss of its microbatches'.
+        share: the part of its minibatch that it is.
+    """
+
+    minibatch: int
+    microbatch: int
+    losses: list[Any]
+    outputs: list[Any]
+    weights: list[float]
+    share: Fraction
+
+
+def result_of(spec: Spec, microbatches: int, finished: Sequence[Finished]) -> AsynchronousResult:
+    """The result of the finished microbatches, in their order."""
+    if not finished:
+        return AsynchronousResult({}, {}, microbatches)
+    share = sum((item.share for item in finished), Fraction(0))
+    losses = {}
+    for index, loss in enumerate(spec.losses):
+        total = None
+        for item in finished:
+            part = item.losses[index] if item.weights[index] == 1.0 else item.losses[index] * item.weights[index]
+            total = part if total is None else total + part
+        losses[loss.name] = total if share == 1 or total is None else total / float(share)
+    outputs = {
+        out.name: joined_output(out, [item.outputs[index] for item in finished])
+        for index, out in enumerate(spec.outputs)
+    }
+    each = {loss.name: tuple(item.losses[index] for item in finished) for index, loss in enumerate(spec.losses)}
+    return AsynchronousResult(
+        losses, outputs, microbatches, finished=tuple((item.minibatch, item.microbatch) for item in finished),
+        microbatch_losses=each,
+    )

@@ -1,0 +1,101 @@
+"""What a Runner knows of its state: parameters and optimizers by name, state dicts, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import RunError, raise_all
+from pipec.runtime import checkpoint, names
+from pipec.runtime.optim import Updater
+from pipec.runtime.randomness import Position
+from pipec.runtime.stages import Stage
+from pipec.spec import Spec
+
+if TYPE_CHECKING:
+    from pipec.runtime.asynchronous.flow import Flow
+
+
+class Stateful:
+    """The part of a Runner that is saved and loaded."""
+
+    spec: Spec
+    stages: list[Stage]
+    _owners: list[names.Owner]
+    _updater: Updater
+    _position: Position
+    _flow: Flow | None
+
+    if TYPE_CHECKING:
+        def _alone(self) -> AbstractContextManager[None]: ...
+        def _drain(self) -> tuple[int, ...]: ...
+        def _saved_rules(self) -> dict[str, dict[str, Any]]: ...
+        def _load_rules(self, saved: Mapping[str, Mapping[str, Any]]) -> None: ...
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizers by stage name, or under "all"."""
+        return {self.stages[s].name if s >= 0 else "all": made for s, made in self._updater.per_stage.items()}
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Every parameter of the pipeline once."""
+        seen: set[int] = set()
+        for stage in self.stages:
+            for _, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers of all stages, tied ones under each name; the values share memory with the model.
+
+        Names are those of ``model=``, else ``stage.key`` (``loss.key`` for a loss that is a module).
+        """
+        return names.state_dict(self._owners)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, or what ``model.state_dict()`` gives where ``model=`` was given.
+
+        Raises:
+            RunError: listing every name that is missing, unknown or of another shape; nothing is loaded then.
+        """
+        raise_all(f"state of pipeline {self.spec.name!r}", names.model_problems(self._owners, state), RunError)
+        self._drain()
+        names.load_model(self._owners, state)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Everything for a bit-equal continuation: model, optimizers, scaler, number of steps, random numbers.
+
+        A dict of tensors and plain Python for ``torch.save``, read by ``torch.load(..., weights_only=True)``; later
+        steps do not change it. Take it between steps. What the script owns is not in it: its learning-rate
+        schedulers (save their ``state_dict()``), its data loader, ``.grad`` that was not used yet, and optimizers of
+        a plan without UPDATE.
+
+        Raises:
+            RunError: an optimizer has parameters that are in no stage nor in ``model=``.
+        """
+        with self._alone():
+            self._drain()
+            saved = checkpoint.save(self._owners, self.optimizers, self._updater.scaler, self._position.pinned())
+            return saved | {"asynchronous": self._saved_rules()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`checkpoint`.
+
+        Devices, schedule and ``update=`` may be others than when it was taken, with ``model=`` the stages too; the
+        step after it is bit-equal as far as the plans' numbers are (random numbers belong to a stage's place, so
+        dropout in other stages draws others). Options of the checkpoint's optimizers, such as the learning rate,
+        replace those given here; so make a learning-rate scheduler first, restore, then load the scheduler's state.
+
+        Raises:
+            RunError: listing everything that does not fit; nothing is loaded then.
+        """
+        with self._alone():
+            self._position = checkpoint.restore(self._owners, self.optimizers, self._updater.scaler, state)
+            if self._flow is not None:
+                self._flow.drop()
+            self._load_rules(state.get("asynchronous", {}))
