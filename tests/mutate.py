@@ -106,3 +106,16 @@ def swap(plan: Plan, device: int, lane: Lane, first: int, second: int) -> Plan:
     lanes = list(plan.lanes[device])
     lanes[lane] = ids
     return evolve(plan, lanes=(*plan.lanes[:device], tuple(lanes), *plan.lanes[device + 1 :]))
+
+
+def renumbered(plan: Plan, order: list[int]) -> Plan:
+    """The same plan where task ``order[i]`` has the id ``i``."""
+    new = np.empty(len(plan), np.int64)
+    new[order] = np.arange(len(plan))
+    return evolve(
+        plan,
+        table=plan.table.take(np.asarray(order)),
+        lanes=tuple(tuple(new[ids].astype(np.int32) for ids in lanes) for lanes in plan.lanes),
+        waits=waits_of([(int(new[a]), int(new[b])) for a, b in edges_of(plan)], len(plan)),
+        buffers=evolve(plan.buffers, writer=new[plan.buffers.writer], free=new[plan.buffers.free]),
+    )

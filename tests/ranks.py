@@ -79,14 +79,17 @@ class Crew:
                 raise RankError(f"rank {rank}: {value if word == 'gone' else value[3]}")
         return [value for _, value in answers]
 
-    def answers(self, fn: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> list[tuple[str, Any]]:
-        """Per rank ("done", value), ("raised", [type, text, its rank, traceback]) or ("gone", exit code)."""
+    def answers(
+        self, fn: Callable[..., Any], *args: Any, patience: float = PATIENCE, of: int | None = None
+    ) -> list[tuple[str, Any]]:
+        """Per rank (only ``of`` the first ones) ("done", value), ("raised", [type, text, its rank, traceback]) or
+        ("gone", exit code)."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send((fn, args))
         end = time.monotonic() + patience
         found: list[tuple[str, Any]] = []
-        for rank, (pipe, process) in enumerate(zip(self._pipes, self.processes, strict=True)):
+        for rank, (pipe, process) in enumerate(list(zip(self._pipes, self.processes, strict=True))[:of]):
             try:
                 if not pipe.poll(max(0.0, end - time.monotonic())):
                     raise AssertionError(f"rank {rank} of {self.size} did not answer in {patience} s")
@@ -118,6 +121,7 @@ def crew(size: int) -> Iterator[Crew]:
         made.close()
 
 
-def left_behind() -> list[str]:
-    """Files of runners of processes that are gone."""
-    return [str(path) for path in Path(tempfile.gettempdir()).glob("pipec-*")]
+def left_behind(made: Crew) -> list[str]:
+    """Files that runners of these processes have left."""
+    pids = [process.pid for process in made.processes]
+    return [str(path) for pid in pids for path in Path(tempfile.gettempdir()).glob(f"pipec-{pid}-*")]

@@ -464,5 +464,5 @@ def test_mutations_are_found(invariant: str, options: dict[str, Any], mutate: Mu
 
 
 def test_every_invariant_is_broken_by_a_mutation() -> None:
-    elsewhere = {"memory", "groups"}  # test_memory, test_overlap
+    elsewhere = {"memory", "groups", "rendezvous"}  # test_memory, test_overlap, test_verify
     assert {m[1] for m in MUTATIONS} | elsewhere == {"form", *INVARIANTS}

@@ -13,6 +13,7 @@ from mutate import (
     broken,
     drop,
     edges_of,
+    renumbered,
     repeat,
     row,
     set_buffer,
@@ -51,16 +52,9 @@ def test_every_compiled_plan_holds(plan: Plan) -> None:
 @settings(max_examples=60)
 def test_ids_need_not_be_an_order(plan: Plan, rng: Any) -> None:
     """The same plan with its tasks numbered at random holds as well, and gets an execution order."""
-    new = list(range(len(plan)))
-    rng.shuffle(new)
-    mapped = np.asarray(new)
-    shuffled = evolve(
-        plan,
-        table=plan.table.take(np.argsort(mapped)),
-        lanes=tuple(tuple(mapped[ids].astype(np.int32) for ids in lanes) for lanes in plan.lanes),
-        waits=waits_of([(int(mapped[a]), int(mapped[b])) for a, b in edges_of(plan)], len(plan)),
-        buffers=evolve(plan.buffers, writer=mapped[plan.buffers.writer], free=mapped[plan.buffers.free]),
-    )
+    order = list(range(len(plan)))
+    rng.shuffle(order)
+    shuffled = renumbered(plan, order)
     shuffled.verify()
     order = list(execution_order(shuffled))
     assert sorted(order) == list(range(len(plan)))
@@ -84,6 +78,7 @@ def test_report_prints() -> None:
             "  order: holds",
             "  groups: holds",
             "  progress: holds",
+            "  rendezvous: holds",
             "  waits: holds",
             "  lifetimes: holds",
             "  copies: holds",
@@ -205,6 +200,20 @@ def test_deadlock_tells_where_every_lane_stands() -> None:
         mutant.simulate()
     found = broken(mutant)
     assert set(found) == {"progress", "copies"}
+
+
+def test_a_send_that_is_issued_behind_its_answer() -> None:
+    """Harmless with a lane of its own; with one order of issue the device waits for the answer before it asks."""
+    plan = pipec.compile(pipec.chain(4), 2, 2, "gpipe", placement="looped")
+    assert plan.verify()["rendezvous"].unchecked is None
+    send, answer = row(plan, "v0[0]:0>1"), row(plan, "v1[0]:1>0")
+    order = [task for task in range(len(plan)) if task != send]
+    order.insert(order.index(answer) + 1, send)
+    told = renumbered(plan, order).verify()["rendezvous"].unchecked
+    assert told is not None
+    assert told.startswith("one task after another in the order of ids deadlocks:")
+    assert "device 0 stands at v1[0]:1>0, which waits for 1F0 (device 1)" in told
+    assert "device 1 stands at 1F0, which waits for v0[0]:0>1 (device 0)" in told
 
 
 def test_memory_limit_in_shares() -> None:

@@ -13,7 +13,7 @@ from pipec.costs import Activations
 from pipec.errors import PlanError, Problem, raise_all
 from pipec.ir import Plan
 from pipec.verify.facts import Facts, NotChecked
-from pipec.verify.flow import copies, deadlock_story, progress, waits
+from pipec.verify.flow import copies, deadlock_story, progress, rendezvous, waits
 from pipec.verify.form import form
 from pipec.verify.groups import groups
 from pipec.verify.lifetimes import lifetimes, memory
@@ -28,6 +28,7 @@ INVARIANTS: dict[str, Check] = {
     "order": order,
     "groups": groups,
     "progress": progress,
+    "rendezvous": rendezvous,
     "waits": waits,
     "lifetimes": lifetimes,
     "copies": copies,

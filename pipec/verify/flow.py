@@ -7,6 +7,7 @@ import numpy as np
 from pipec.ir import Kind, Lane, Plan
 from pipec.passes.draft import join, to_csr
 from pipec.passes.linearise import deadlock
+from pipec.topology import clock
 from pipec.verify.facts import Facts, NotChecked, Route, some
 from pipec.verify.form import lane_name
 from pipec.verify.reach import Reach, Rows
@@ -29,6 +30,34 @@ def progress(facts: Facts) -> list[str]:
     edges = join([reach.united, *needs])
     ends, _ = reach.run(*to_csr(edges, reach.size))
     return [] if ends.all() else [deadlock_story(plan, reach, edges)]
+
+
+def rendezvous(facts: Facts) -> list[str] | NotChecked:
+    """Even a rank that does one thing after another never waits for ever: its tasks of all lanes in the order of their
+    ids, where a COPY ends only when both its sender and its receiver are at it.
+
+    That is the strictest transport there is: sends without any buffer, and one order of issue for all communicators
+    of a rank, as NCCL wants it. Looser ones (receives posted ahead, sends in the background) allow more. A plan whose
+    ids are mere names has no such order; it runs within one process only.
+    """
+    if facts.reach.order is None:
+        return UNRUNNABLE
+    story = issue_deadlock(facts.plan, facts.reach)
+    return [] if story is None else NotChecked(story)
+
+
+def issue_deadlock(plan: Plan, reach: Reach | None = None) -> str | None:
+    """Where every device stands when tasks are issued one after another in the order of their ids; None: all end."""
+    reach = reach or Reach(plan)
+    if reach.canonical:  # the smallest id that has not ended can run: whatever it needs is smaller
+        return None
+    start, needs = to_csr(reach.united, reach.size)
+    lists = [plan.issue_order(device).tolist() for device in range(plan.devices)]
+    ends, reached = clock(lists, start, needs, [1] * reach.size)
+    if ends.all():
+        return None
+    story = deadlock("one task after another in the order of ids", plan.table, lists, reached, start, needs, ends)
+    return story.replace("its turn on the other lane", "the other device")
 
 
 def deadlock_story(plan: Plan, reach: Reach, edges: tuple[Rows, Rows]) -> str:

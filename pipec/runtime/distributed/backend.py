@@ -114,6 +114,6 @@ class RankBackend:
         """Nothing to close: the groups belong to the ranks."""
 
 
-def other(failure: tuple[Any, ...] | None) -> RankError:
+def other(failure: tuple[Any, ...] | None, after: str = "this rank's part of the step was undone") -> RankError:
     rank, text = failure or (-1, "another rank failed")
-    return RankError(f"{text}; this rank's part of the step was undone", rank)
+    return RankError(f"{text}; {after}", rank)

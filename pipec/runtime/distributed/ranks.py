@@ -37,10 +37,12 @@ from pipec.runtime.result import Result
 from pipec.runtime.stages import Stage
 from pipec.runtime.step import Batch, Step
 from pipec.spec import Spec
+from pipec.verify.flow import issue_deadlock
 
 BEGIN, SETTLE, FINISH, ANYWHERE, NORM = range(5)
-CALLS = ("step, evaluate or forward", "the end of its tasks", "the end of its step", "its gradient scaler",
-         "clip_grad_norm_")
+CALLS = ("the start of step(), evaluate() or forward()", "the end of its tasks", "the end of its step",
+         "its gradient scaler", "clip_grad_norm_")
+UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
 FIXED = 8  # numbers of a row before those per loss
 
 
@@ -57,6 +59,9 @@ class Ranks(Alone):
     def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
         if outputs not in ("owner", "all"):
             raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
+        story = issue_deadlock(plan)
+        if story is not None:
+            raise RunError(f"the plan does not run over several processes: {story}")
         for tied in tied_parameters(spec, [plan.stage_device(s) for s in range(len(spec.stages))]):
             names = " and ".join(f"{spec.stages[s].name!r} (as {name!r})" for s, name in tied.users)
             raise RunError(f"stages {names} share a parameter but are on different ranks; place them on one device")
@@ -136,7 +141,7 @@ class Ranks(Alone):
             counts = batch.counts
         except BaseException as error:
             failure = error
-        self._watch.begin(0, training)
+        self._watch.begin()
         table = self._table(BEGIN, [*row, *counts], failure)
         if failure is not None:
             raise failure
@@ -148,7 +153,7 @@ class Ranks(Alone):
             sum(max(own[FIXED + index] for own in block) for block in first) for index in range(len(counts))
         ]
         batch.measure(self._plan.microbatches, rows[self.replica], total, counts, self.place.replicas)
-        self._watch.begin(batch.microbatches, training)
+        self._watch.runs(batch.microbatches, training)
         return batch
 
     def _same(self, table: list[list[float]], training: bool) -> None:
@@ -314,7 +319,7 @@ class Ranks(Alone):
             stories = gather_objects(self._groups.everyone, story, size)
             first = next((one for one in stories if one is not None), None)
             if failure is None:
-                raise other(first)
+                raise other(first) if call != FINISH else other(first, UPDATED)
             return table
         odd = next((n for n, own in enumerate(table) if own[0] != call), None)
         if odd is not None:

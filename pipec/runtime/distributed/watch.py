@@ -45,7 +45,7 @@ class Watch:
         self._map = mmap.mmap(number, mmap.PAGESIZE)
         os.close(number)
         self._note = memoryview(self._map).cast("q")
-        self.call, self.microbatches = 0, 0
+        self.call = 0
         self.at(-1)
         self._store.set(f"where/{me}", pickle.dumps((socket.gethostname(), self._path)))
         self._end = threading.Event()
@@ -58,10 +58,14 @@ class Watch:
         """This rank begins ``task``; -1: it has none."""
         self._note[1] = task
 
-    def begin(self, microbatches: int, training: bool) -> None:
+    def begin(self) -> None:
         """A call of the runner begins."""
         self.call += 1
-        self._note[0], self._note[2] = self.call, microbatches if training else -microbatches
+        self._note[0], self._note[2] = self.call, 0
+
+    def runs(self, microbatches: int, training: bool) -> None:
+        """It is a step, or an evaluation, of so many microbatches."""
+        self._note[2] = microbatches if training else -microbatches
 
     def where(self, rank: int) -> tuple[int, int, int] | None:
         """The note of a rank, None when it cannot be had."""

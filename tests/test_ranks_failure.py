@@ -1,0 +1,367 @@
+"""A rank that raises, dies, hangs or runs something else: every rank hears of it, by name, and none waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from models import WIDTH, chain, data, of_modules, same, snapshot
+from ranks import crew, left_behind
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import pipec
+
+
+class QuarrelError(Exception):
+    """An error whose constructor needs arguments."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+class Trap(nn.Module):
+    """Does ``what`` at the ``number``-th forward or backward it sees."""
+
+    def __init__(self, what: Any, number: int, backward: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.what, self.number, self.back, self.seen = what, number, backward, 0
+
+    def spring(self) -> None:
+        self.seen += 1
+        if self.seen == self.number:
+            self.what()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.back:
+            self.spring()
+            return self.layer(x)
+        return Snare.apply(self.layer(x), self)
+
+
+class Snare(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.trap.spring()
+        return gradient, None
+
+
+def value_error() -> None:
+    raise ValueError("a wrong value")
+
+
+def quarrel() -> None:
+    raise QuarrelError(1, 2)
+
+
+def leave() -> None:
+    raise SystemExit(5)
+
+
+def memory() -> None:
+    raise RuntimeError("out of memory")
+
+
+def die() -> None:
+    os._exit(7)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(30)
+
+
+WHAT = {"value": value_error, "quarrel": quarrel, "leave": leave, "memory": memory, "die": die, "kill": kill,
+        "hang": hang}
+
+
+def trapped(what: str, stage: int, number: int, backward: bool, stages: int) -> pipec.Pipeline:
+    torch.manual_seed(5)
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(stages)]
+    layers[stage] = Trap(WHAT[what], number, backward)
+    return of_modules(*layers)
+
+
+# -- failures that all ranks survive --------------------------------------------------------------------------------
+
+
+def survived(rank: int, what: str, stage: int, number: int, backward: bool, size: int, how: dict[str, Any]) -> Any:
+    """One good step, one that fails in ``stage``, one good step again: (error, unchanged, equal afterwards)."""
+    net = trapped(what, stage, 4 + number, backward, size)
+    plain = trapped(what, stage, 10_000, backward, size)
+    plan = pipec.compile(net, size, 4, **how)
+    loop = pipec.reference(plain, 4)
+    with pipec.Runner(net, plan) as run:
+        run.step(**data())
+        loop.step(**data())
+        before = snapshot(net)
+        begin = time.monotonic()
+        try:
+            run.step(**data(9))
+            told: Any = None
+        except BaseException as error:
+            told = type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "__notes__", [])
+        spent = time.monotonic() - begin
+        unchanged = same(snapshot(net), before)
+        result, expected = run.step(**data(8, 3)), loop.step(**data(8, 3))
+        own = [n for n, s in enumerate(run.stages) if s.fn is not None]
+        mine, theirs = ([p.grad for n in own for p in s.spec.stages[n].fn.parameters()] for s in (net, plain))
+        return told, unchanged, same(result.losses, expected.losses) and same(mine, theirs), spent
+
+
+CASES = [  # what, stage, which of its calls in the step, in backward, schedule
+    ("value", 1, 1, False, "1f1b"), ("value", 0, 3, False, "gpipe"), ("quarrel", 1, 4, True, "1f1b"),
+    ("leave", 0, 2, True, "1f1b"), ("memory", 1, 2, False, "zb-h1"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+def test_a_raised_error_reaches_every_rank_and_changes_nothing(case: Any, crew2: Any) -> None:
+    what, stage, number, backward, schedule = case
+    answers = crew2(survived, what, stage, number, backward, 2, {"schedule": schedule})
+    for rank, (told, unchanged, equal, spent) in enumerate(answers):
+        kind, text, culprit, notes = told
+        task = "I" if schedule == "zb-h1" and backward else "B" if backward else "F"
+        where = f"({stage}{task}{number - 1})"
+        if rank == stage:
+            assert kind == {"value": "ValueError", "quarrel": "QuarrelError", "leave": "SystemExit",
+                            "memory": "RuntimeError"}[what]
+            assert any(where in note and f"stage {'ab'[stage]!r}" in note for note in notes)
+        else:
+            assert kind == "RankError"
+            assert culprit == stage
+            assert text.startswith(f"rank {stage} failed: ")
+            assert where in text
+            assert f"stage {'ab'[stage]!r}, microbatch {number - 1}" in text
+        assert unchanged
+        assert equal
+        assert spent < 5.0
+
+
+def test_four_ranks_hear_of_one(crew4: Any) -> None:
+    answers = crew4(survived, "value", 2, 2, True, 4, {"schedule": "1f1b"})
+    assert [told[2] for told, *_ in answers] == [2, 2, None, 2]
+    assert all(unchanged and equal for _, unchanged, equal, _ in answers)
+
+
+def both_fail(rank: int) -> Any:
+    net = of_modules(Trap(value_error, 2), Trap(memory, 1))
+    with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
+        try:
+            run.step(**data())
+        except Exception as error:
+            first = type(error).__name__
+        return first, float(run.step(**data()).loss) > 0
+
+
+def test_two_ranks_that_fail_at_once_each_keep_their_own(crew2: Any) -> None:
+    (one, alive), (two, also) = crew2(both_fail)
+    assert {one, two} <= {"ValueError", "RuntimeError", "RankError"}
+    assert {one, two} != {"RankError"}
+    assert alive
+    assert also
+
+
+def wrong_input(rank: int) -> Any:
+    """Bad inputs on one rank only, another number of rows, and another call."""
+    net = chain(2)
+    found = []
+    with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
+        given = data()
+        tries: list[Any] = [
+            lambda: run.step(**given) if rank else run.step(x=given["x"], z=given["y"]),
+            lambda: run.step(**data(8 - 2 * rank)),
+            lambda: run.step(**given) if rank else run.evaluate(**given),
+            lambda: run.step(x=given["x"].requires_grad_(), y=given["y"]),
+        ]
+        for attempt in tries:
+            try:
+                attempt()
+                found.append("nothing")
+            except pipec.PipecError as error:
+                found.append(f"{type(error).__name__}: {error}")
+            given = data()
+        assert float(run.step(**data()).loss) > 0
+    return found
+
+
+def test_calls_that_differ_between_ranks(crew2: Any) -> None:
+    first, second = crew2(wrong_input)
+    assert "no input 'z'" in first[0]
+    assert "RankError: rank 0 failed" in second[0]
+    assert "no input 'z'" in second[0]
+    assert first[1] == second[1]
+    assert "8 on rank 0, 6 on rank 1" in first[1]
+    assert first[2] == second[2]
+    assert "rank 0 is in evaluate(), rank 1 in step()" in first[2]
+    assert "input 'x' requires a gradient" in first[3] + second[3]
+
+
+def update_fails(rank: int) -> Any:
+    """An optimizer that fails in UPDATE on rank 1; the others hear of it."""
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("no step today")
+
+    net = chain(2)
+    plan = pipec.compile(net, 2, 4, update="stage")
+    with pipec.Runner(net, plan, optimizer=lambda p: (Broken if rank else torch.optim.SGD)(p, lr=0.1)) as run:
+        try:
+            run.step(**data())
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return None
+
+
+def test_a_failing_update_is_told_to_all(crew2: Any) -> None:
+    first, second = crew2(update_fails)
+    assert second == ("ValueError", "no step today")
+    assert first[0] == "RankError"
+    assert "rank 1 failed: ValueError: no step today" in first[1]
+    assert "1U0" in first[1]
+    assert "may have been updated" in first[1]
+
+
+# -- ranks that do not run the same plan ----------------------------------------------------------------------------
+
+
+def another_plan(rank: int, key: str) -> None:
+    net = chain(2 + (key == "stages" and rank == 1))
+    how: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4}
+    if rank == 1 and key in ("schedule", "microbatches", "recompute", "update"):
+        how[key] = {"schedule": "gpipe", "microbatches": 8, "recompute": "always", "update": "stage"}[key]
+    plan = pipec.compile(net, 2, **how)
+    optimizer = (lambda p: torch.optim.SGD(p, lr=0.1)) if plan.update else None
+    pipec.Runner(net, plan, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("key", "text"), [
+    ("schedule", "schedule: 1f1b on rank 0; gpipe on rank 1"),
+    ("microbatches", "microbatches: 4 on rank 0; 8 on rank 1"),
+    ("recompute", "recompute: never on rank 0; always on rank 1"),
+    ("update", "update: None on rank 0; stage on rank 1"),
+    ("stages", "stages: s0, s1 on rank 0; s0, s1, s2 on rank 1"),
+])
+def test_ranks_with_another_plan_are_an_error_on_all(key: str, text: str, crew2: Any) -> None:
+    for word, told in crew2.answers(another_plan, key):
+        assert word == "raised"
+        assert told[0] == "RankError"
+        assert text in told[1]
+
+
+def no_fit(rank: int) -> list[str]:
+    """Plans that do not fit the processes, and a runner that only rank 1 cannot make."""
+    found = []
+    net = chain(4)
+    for make in (
+        lambda: pipec.Runner(net, pipec.compile(net, 4, 4)),
+        lambda: pipec.Runner(net, pipec.compile(net, 2, 4), optimizer=(torch.optim.SGD if rank else None)),
+        lambda: pipec.Runner(net, pipec.compile(net, 2, 4), outputs="everywhere"),
+        lambda: pipec.Runner(net, pipec.compile(net, 1, 4)),
+    ):
+        try:
+            make()
+            found.append("nothing")
+        except pipec.RunError as error:
+            found.append(str(error))
+    return found
+
+
+def test_plans_that_do_not_fit(crew2: Any) -> None:
+    first, second = crew2(no_fit)
+    assert "the plan has 4 devices, so it runs on 4 processes; torch.distributed was initialised with 2" in first[0]
+    assert "rank 1 could not make its runner: RunError: the plan has no UPDATE" in first[1]
+    assert second[1].startswith("the plan has no UPDATE")
+    assert "outputs must be 'owner' or 'all'" in first[2]
+    assert "compile with data_parallel=2" in first[3]
+
+
+# -- ranks that are gone ----------------------------------------------------------------------------------------------
+
+
+def doomed(rank: int, what: str, stage: int, number: int, backward: bool, size: int, timeout: float) -> float:
+    net = trapped(what, stage, 4 + number, backward, size)
+    with pipec.Runner(net, pipec.compile(net, size, 4), timeout=timeout) as run:
+        for step in range(3):
+            run.step(**data(8, step))
+    return 0.0
+
+
+@pytest.mark.parametrize(("what", "stage", "number", "backward", "size", "code"), [
+    ("die", 1, 2, False, 2, 7), ("kill", 0, 3, True, 2, -9), ("kill", 2, 1, False, 4, -9),
+])
+def test_a_rank_that_dies_is_named_by_all(
+    what: str, stage: int, number: int, backward: bool, size: int, code: int
+) -> None:
+    with crew(size) as made:
+        begin = time.monotonic()
+        answers = made.answers(doomed, what, stage, number, backward, size, 20.0)
+        assert time.monotonic() - begin < 15
+    task = f"{stage}{'B' if backward else 'F'}{number - 1}"
+    for rank, (word, told) in enumerate(answers):
+        if rank == stage:
+            assert (word, told) == ("gone", code)
+        else:
+            assert word == "raised"
+            assert told[0] == "RankError"
+            assert told[2] == stage
+            assert f"rank {stage} has ended" in told[1]
+            assert f"rank {stage} stands at stage {'abcd'[stage]!r}, microbatch {number - 1}" in told[1]
+            assert f"({task})" in told[1]
+    assert left_behind(made) == []
+
+
+def quits(rank: int, size: int) -> None:
+    """The script of rank 1 ends between two steps."""
+    net = chain(size)
+    with pipec.Runner(net, pipec.compile(net, size, 4), timeout=20.0) as run:
+        for _ in range(3):
+            run.step(**data())
+        if rank == 1:
+            os._exit(0)
+        run.step(**data())
+
+
+def test_a_rank_whose_script_ends_early_is_named() -> None:
+    with crew(2) as made:
+        (word, told), gone = made.answers(quits, 2)
+    assert gone == ("gone", 0)
+    assert word == "raised"
+    assert told[0] == "RankError"
+    assert told[1].startswith("rank 1 has ended; this rank waits for the start of step()")
+    assert "rank 1 stands at no task (call 3)" in told[1]
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout() -> None:
+    with crew(2) as made:
+        begin = time.monotonic()
+        answers = made.answers(doomed, "hang", 1, 2, False, 2, 2.0, of=1)
+        assert time.monotonic() - begin < 15
+        for process in made.processes:
+            process.kill()
+    word, told = answers[0]
+    assert word == "raised"
+    assert told[0] == "RankError"
+    assert "rank 1 has not answered for 2 s" in told[1]
+    assert "rank 0 stands at" in told[1]
+    assert "rank 1 stands at stage 'b', microbatch 1, FORWARD (1F1) on device 1" in told[1]
+
+
+def test_nothing_is_left_behind(crew2: Any) -> None:
+    """A runner's file goes with it."""
+    crew2(doomed, "value", 0, 1000, False, 2, 20.0)
+    assert left_behind(crew2) == []
