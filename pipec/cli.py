@@ -17,15 +17,21 @@ from typing import Any, NoReturn
 
 from attrs import frozen
 
+from pipec.cli_arguments import (
+    check_arguments,
+    compare_arguments,
+    draw_arguments,
+    export_arguments,
+    plan_arguments,
+    schedules_arguments,
+    simulate_arguments,
+    trace_arguments,
+)
 from pipec.cli_input import (
     Given,
     UsageError,
-    add_compile_options,
-    add_target,
-    add_window_options,
     compile_given,
     costs_of,
-    count,
     draw_options,
     load_targets,
 )
@@ -33,6 +39,7 @@ from pipec.cli_report import compare_rows, comparison, figures, heading, one_lin
 from pipec.compiler import compile as compile_plan
 from pipec.dsl import chain
 from pipec.errors import PipecError, PlanError
+from pipec.races import check_races
 from pipec.render import draw
 from pipec.render.trace import time_unit
 from pipec.schedules import REGISTRY
@@ -82,6 +89,14 @@ def run_simulate(arguments: Arguments) -> int:
         show_json(figures(timeline))
     else:
         print(timeline)
+    return 0
+
+
+def run_check(arguments: Arguments) -> int:
+    plan = compile_given(_one(arguments), arguments)
+    print(plan.verify())
+    if arguments.races:
+        print(f"  races: none; {check_races(plan)} pairs of tasks touch the same memory, each in a fixed order")
     return 0
 
 
@@ -206,75 +221,6 @@ def run_schedules(arguments: Arguments) -> int:
     return 0
 
 
-def _json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON for programs instead of a table for people")
-
-
-def _output(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    add_compile_options(parser)
-    _json(parser)
-    _output(parser, "write the plan: .json to load again, anything else as text")
-
-
-def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    add_compile_options(parser)
-    _json(parser)
-
-
-def _trace_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    add_compile_options(parser)
-    _output(parser, "the trace: .json, or .json.gz (default: the pipeline's name and .trace.json)")
-
-
-def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    add_compile_options(parser)
-    _output(parser, "the CSV (default: print it)")
-
-
-def _draw_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    add_compile_options(parser)
-    _output(
-        parser,
-        "the picture: .svg, .png or .dot, without a suffix .svg (default: the pipeline's name and .svg)",
-    )
-    parser.add_argument(
-        "--graph",
-        choices=("timeline", "stages", "tasks"),
-        default="timeline",
-        help="what to draw (default: timeline)",
-    )
-    add_window_options(parser)
-
-
-def _compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "targets",
-        nargs="*",
-        metavar="TARGET",
-        help="file.py:object with a pipeline (file.py alone when it holds one), or several saved plans; "
-        "none: see --stages",
-    )
-    add_compile_options(parser, several=True)
-    _json(parser)
-    _output(parser, "one picture of all schedules on one time axis; without a suffix .svg")
-    add_window_options(parser)
-
-
-def _schedules_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=count, metavar="D", help="devices of the example (default: 4)")
-    parser.add_argument("--microbatches", type=count, metavar="M", help="microbatches of the example (default: 8)")
-    _json(parser)
-
-
 COMMANDS = (
     Command(
         "plan",
@@ -283,7 +229,7 @@ COMMANDS = (
             "pipec plan net.py:unet --devices 2 --microbatches 8 --schedule 1f1b",
             "pipec plan --stages 8 --devices 4 -o plan.json",
         ),
-        _plan_arguments,
+        plan_arguments,
         run_plan,
     ),
     Command(
@@ -293,8 +239,15 @@ COMMANDS = (
             "pipec simulate net.py:unet --devices 2 --forward 1.2 --latency 0.05 --unit ms",
             "pipec simulate plan.json --json",
         ),
-        _simulate_arguments,
+        simulate_arguments,
         run_simulate,
+    ),
+    Command(
+        "check",
+        "prove the invariants of a plan, and look for races between its lanes",
+        ("pipec check plan.json --races", "pipec check net.py:unet --devices 4 --schedule zb-v --races"),
+        check_arguments,
+        run_check,
     ),
     Command(
         "compare",
@@ -304,7 +257,7 @@ COMMANDS = (
             "pipec compare net.py:unet --devices 4 --memory-limit 6activations",
             "pipec compare one.json two.json",
         ),
-        _compare_arguments,
+        compare_arguments,
         run_compare,
     ),
     Command(
@@ -315,7 +268,7 @@ COMMANDS = (
             "pipec draw net.py:unet --graph stages -o stages.png",
             "pipec draw --stages 64 --devices 64 --microbatches 256 --show-devices 0-7 --time 0:200",
         ),
-        _draw_arguments,
+        draw_arguments,
         run_draw,
     ),
     Command(
@@ -325,7 +278,7 @@ COMMANDS = (
             "pipec trace net.py:unet --devices 2 --forward 1.2 --unit ms -o unet.json.gz",
             "pipec trace --stages 8 --devices 4 --schedule gpipe -o chain.json",
         ),
-        _trace_arguments,
+        trace_arguments,
         run_trace,
     ),
     Command(
@@ -335,14 +288,14 @@ COMMANDS = (
             "pipec export --stages 8 --devices 4 --microbatches 8 --schedule zb-v -o zb-v.csv",
             "pipec export plan.json",
         ),
-        _export_arguments,
+        export_arguments,
         run_export,
     ),
     Command(
         "schedules",
         "list the schedules and what they cost",
         ("pipec schedules", "pipec schedules --devices 8 --microbatches 32"),
-        _schedules_arguments,
+        schedules_arguments,
         run_schedules,
     ),
 )

@@ -30,6 +30,10 @@ class PlanError(PipecError):
     """A plan breaks an invariant, cannot be parsed, or deadlocks."""
 
 
+class RaceError(PlanError):
+    """Two tasks of a plan touch the same memory, and nothing keeps them in order."""
+
+
 class RunError(PipecError):
     """A batch, an optimizer or a device does not fit the plan, or a run was used in a way it cannot serve."""
 

@@ -85,7 +85,7 @@ class Alone:
         """Nothing to close."""
 
 
-def party(spec: Any, plan: Plan, backend: str | None, mesh: Any, timeout: float, outputs: str) -> Alone:
+def party(spec: Any, plan: Plan, backend: str | Backend | None, mesh: Any, timeout: float, outputs: str) -> Alone:
     """Who takes part in a run: this process alone, or one rank of many.
 
     Raises:

@@ -10,10 +10,10 @@ import torch
 from pipec.errors import RunError
 from pipec.ir import Plan
 
-BACKENDS = ("auto", "threads", "replay", "lanes", "distributed")
+BACKENDS = ("auto", "threads", "replay", "lanes", "adversarial", "distributed")
 
 
-def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: str | None) -> None:
+def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: Any) -> None:
     """Raise RunError when they do not."""
     if isinstance(pipeline, Plan) or not isinstance(plan, Plan):
         swapped = "; swap them" if isinstance(pipeline, Plan) and hasattr(plan, "spec") else ""
@@ -35,7 +35,7 @@ def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: 
         other = [str(d) for d in devices if torch.device(d).type != "cpu"]
         if other:
             raise RunError(f"this version runs on CPU devices; got {', '.join(other)}")
-    if backend is not None and backend not in BACKENDS:
+    if isinstance(backend, str) and backend not in BACKENDS:
         raise RunError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
 
 

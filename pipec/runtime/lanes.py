@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from attrs import frozen
 
-from pipec.errors import PlanError
+from pipec.errors import RaceError
 from pipec.ir import Kind, Lane, Plan
 from pipec.runtime.channels import Channels
 from pipec.runtime.program import Op, Route
@@ -21,10 +21,6 @@ from pipec.runtime.transfer import copied, duplicate
 
 Work = Callable[[], None]
 Event = Any  # whatever a lane says has happened when a piece of work has ended
-
-
-class RaceError(PlanError):
-    """Two tasks that touch the same memory, and nothing in the plan keeps them in order."""
 
 
 class WorkLane(Protocol):

@@ -80,6 +80,7 @@ class Program:
     routes: tuple[Route, ...]
     backward_order: tuple[tuple[int, ...], ...]  # per stage its microbatches in the order of their backwards
     split: frozenset[int]  # stages with a backward in two halves
+    keys: tuple[tuple[tuple[int, int, int], ...], ...]  # per device and slot what it holds: Buffer, ref, microbatch
 
 
 class Slots:
@@ -113,7 +114,7 @@ def build_program(plan: Plan) -> Program:
             order[op.stage].append(op.microbatch)
     split = frozenset(op.stage for op in made if op.kind is Kind.BACKWARD_WEIGHT)
     return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes,
-                   tuple(map(tuple, order)), split)
+                   tuple(map(tuple, order)), split, tuple(tuple(s.number) for s in slots))
 
 
 def instructions(plan: Plan, slots: Sequence[Slots]) -> list[Op]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ from pipec.runtime import names
 from pipec.runtime.alone import Alone, party
 from pipec.runtime.asynchronous.overlapping import Overlapping
 from pipec.runtime.asynchronous.weights import StageWeights
-from pipec.runtime.backends import Auto, Backend, Replay, Threads
+from pipec.runtime.backends import Backend
 from pipec.runtime.batchnorm import deferred_layers, minibatch
-from pipec.runtime.cpu_lanes import CpuLanes
+from pipec.runtime.choose import make_backend
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
 from pipec.runtime.fit import check_fit
@@ -36,8 +35,6 @@ from pipec.runtime.step import Batch, Probe, Step
 from pipec.runtime.trace import measured
 from pipec.timeline import Timeline
 
-_numbers = count()
-
 
 class Runner(Overlapping, Stateful):
     """Runs a plan on real devices.
@@ -51,7 +48,9 @@ class Runner(Overlapping, Stateful):
         backend: "threads" (a worker per device), "replay" (one thread), or by default "auto": one thread in the first
             step and while tasks take less than 0.2 ms on average, where threads only wait for Python's lock, else a
             worker per device. "lanes" has a worker per lane (compute, copy out, copy in of every device) and copies
-            that really copy, in the order in which streams of GPUs would work. "distributed", the default under an
+            that really copy, in the order in which streams of GPUs would work. "adversarial" runs one task at a time
+            in hostile orders that the plan allows, another one each step, and raises RaceError when a wait is missing.
+            "distributed", the default under an
             initialised process group of several processes: this process is one device, see docs/distributed.md. The
             numbers are the same.
         mesh: of a distributed run: a DeviceMesh with the dimensions "pp" and, for replicas, "dp"; by default all
@@ -81,7 +80,7 @@ class Runner(Overlapping, Stateful):
         devices: Sequence[str | torch.device] | None = None,
         optimizer: Any = None,
         *,
-        backend: str | None = None,
+        backend: str | Backend | None = None,
         before_update: Hook | None = None,
         scaler: Any = None,
         seed: int | None = None,
@@ -111,7 +110,7 @@ class Runner(Overlapping, Stateful):
         self._flow = self._flow_of(plan)
 
     def _make(
-        self, backend: str | None, watchdog: float | None, optimizer: Any, scaler: Any, hook: Hook | None,
+        self, backend: str | Backend | None, watchdog: float | None, optimizer: Any, scaler: Any, hook: Hook | None,
         model: names.Model | None,
     ) -> None:
         """What belongs to the stages of this process."""
@@ -121,18 +120,11 @@ class Runner(Overlapping, Stateful):
         tell_compiled(
             self.stages[s] for s in np.unique(plan.table.stage[plan.table.kind == Kind.BACKWARD_WEIGHT]).tolist()
         )
-        self._backend: Backend = self._party.backend or self._make_backend(backend, watchdog)
+        self._backend: Backend = self._party.backend or make_backend(
+            backend, self.spec.name, plan.devices, watchdog
+        )
         self._updater = Updater(plan, optimizer, self.stages, scaler, hook, self._party.anywhere)
         self._owners = names.owners(self.stages, model)
-
-    def _make_backend(self, backend: str | None, watchdog: float | None) -> Backend:
-        name = f"{self.spec.name} {next(_numbers)}"
-        if backend == "lanes":
-            return CpuLanes(self.plan.devices, name)
-        if backend == "replay" or (backend != "threads" and self.plan.devices == 1):
-            return Replay()
-        threads = Threads(self.plan.devices, name, watchdog)
-        return threads if backend == "threads" else Auto(threads)
 
     # -- steps ----------------------------------------------------------------------------------------------
 

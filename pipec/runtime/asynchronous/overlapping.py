@@ -17,16 +17,15 @@ from pipec.runtime.asynchronous.flow import Flow
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.asynchronous.result import AsynchronousResult
 from pipec.runtime.asynchronous.weights import StageWeights, named
+from pipec.runtime.backends import Backend
 from pipec.runtime.batchnorm import Deferred
+from pipec.runtime.choose import make_backend
 from pipec.runtime.optim import Updater
 from pipec.runtime.randomness import Position, Randomness, Streams
 from pipec.runtime.stages import Stage
 from pipec.runtime.step import Batch, Probe
 from pipec.spec import Spec
 from pipec.tree import flatten
-
-if TYPE_CHECKING:
-    from pipec.runtime.backends import Backend
 
 
 class Overlapping:
@@ -46,13 +45,12 @@ class Overlapping:
     _weights: list[StageWeights]
     _rescheduling: Rescheduling | None
     _delay: TruncatedExponential | None
-    _backend_name: str | None
+    _backend_name: str | Backend | None
     _watchdog: float | None
     _plans: dict[tuple[bool, int], Any]
 
     if TYPE_CHECKING:
         def _alone(self) -> AbstractContextManager[None]: ...
-        def _make_backend(self, backend: str | None, watchdog: float | None) -> Backend: ...
 
     def flush(self) -> AsynchronousResult:
         """Finish every minibatch in flight in an asynchronous pipeline. The next step begins with an empty one.
@@ -82,7 +80,7 @@ class Overlapping:
             before, self.plan, self._flow, self._plans = self.plan, plan, flow, {}
             if plan.devices != before.devices:
                 self._backend.close()
-                self._backend = self._make_backend(self._backend_name, self._watchdog)
+                self._backend = make_backend(self._backend_name, self.spec.name, plan.devices, self._watchdog)
 
     def _flow_of(self, plan: Plan) -> Flow | None:
         """What runs ``plan``, when it is asynchronous.
@@ -198,8 +196,8 @@ def refusals(run: Any) -> list[Problem]:
         ))
     if run._delay is not None and run._backend_name != "replay":
         problems.append(Problem("delay= is for backend='replay', where every run is repeatable"))
-    if run._backend_name == "lanes":
-        problems.append(Problem("backend='lanes' runs synchronous plans; use 'threads' or 'replay'"))
+    if run._backend_name not in (None, "threads", "replay"):
+        problems.append(Problem(f"backend={run._backend_name!r} runs synchronous plans; use 'threads' or 'replay'"))
     if run._party.backend is not None:
         problems.append(Problem("distributed runs take synchronous plans; run this one in one process"))
     return problems

@@ -1,0 +1,33 @@
+"""From the name of a backend to the backend."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from pipec.runtime.adversary import Adversarial
+from pipec.runtime.backends import Auto, Backend, Replay, Threads
+from pipec.runtime.cpu_lanes import CpuLanes
+
+_numbers = count()
+
+
+def make_backend(backend: str | Backend | None, pipeline: str, devices: int, watchdog: float | None) -> Backend:
+    """The backend of a run in one process.
+
+    Args:
+        backend: one of ``fit.BACKENDS``, None for the default, or one that is ready.
+        pipeline: its name, for the names of threads.
+        devices: logical ones.
+        watchdog: see :class:`pipec.runtime.backends.Threads`.
+    """
+    if backend is not None and not isinstance(backend, str):
+        return backend
+    name = f"{pipeline} {next(_numbers)}"
+    if backend == "lanes":
+        return CpuLanes(devices, name)
+    if backend == "adversarial":
+        return Adversarial()
+    if backend == "replay" or (backend != "threads" and devices == 1):
+        return Replay()
+    threads = Threads(devices, name, watchdog)
+    return threads if backend == "threads" else Auto(threads)
