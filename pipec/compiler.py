@@ -145,6 +145,11 @@ def with_microbatches(plan: Plan, microbatches: int) -> Plan:
 
 
 def _recipe_from_text(plan: Plan) -> Recipe:
+    if plan.asynchronous:
+        raise ScheduleError(
+            f"plan {plan.graph.name!r} is asynchronous and was loaded from a file, which does not hold its policy; "
+            "compile it again for another number of microbatches"
+        )
     modes: Any = plan.recompute
     if "=" in modes:
         modes = dict(part.split("=", 1) for part in modes.split(","))

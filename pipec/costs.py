@@ -105,6 +105,7 @@ class Costs:
         unit: the unit of time, for titles and tables.
         overlap: tasks that a schedule runs as one (a fused forward and backward) take the sum of their durations times
             this; 1: nothing is gained.
+        optimizer: bytes of optimizer state per byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
     """
 
     forward: float = field(default=1.0, validator=_not_negative)
@@ -120,6 +121,7 @@ class Costs:
     saved_values: dict[str, int] = field(factory=dict, converter=_value_bytes)
     unit: str = ""
     overlap: float = field(default=1.0, validator=_not_negative)
+    optimizer: float = field(default=2.0, validator=_not_negative)
 
     def __attrs_post_init__(self) -> None:
         if self.bandwidth is not None and not (_is_number(self.bandwidth) and self.bandwidth > 0):

@@ -15,6 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, fields, frozen
 
+from pipec.columns import BUFFER_COLUMNS as BUFFER_COLUMNS
+from pipec.columns import Buffer as Buffer
+from pipec.columns import Buffers as Buffers
+from pipec.columns import Column as Column
+from pipec.columns import Waits as Waits
+from pipec.columns import to_column
 from pipec.spec import Graph
 
 if TYPE_CHECKING:
@@ -23,9 +29,6 @@ if TYPE_CHECKING:
     from pipec.costs import Activations, Costs
     from pipec.timeline import Timeline
     from pipec.verify import Report
-
-Column = npt.NDArray[np.int32]
-
 
 class Kind(IntEnum):
     """What a task does."""
@@ -45,6 +48,7 @@ class Kind(IntEnum):
 
 
 LETTERS = {kind.letter: kind for kind in Kind}
+CARRIED = 3  # what a COPY can carry: a value, its gradient, a value recomputed by its segment
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -54,19 +58,6 @@ class Lane(IntEnum):
     COMPUTE = 0
     OUT = 1
     IN = 2
-
-
-class Buffer(IntEnum):
-    """What a live buffer holds."""
-
-    ACTIVATION = 0  # saved by a stage's FORWARD or RECOMPUTE for its backward
-    VALUE = 1  # a value, at its producer or at a reader's device
-    GRADIENT = 2  # gradients of a value, at a reader's device or back at its producer
-    WEIGHT = 3  # an older version of a stage's weights, kept for tasks that still read it
-
-    @property
-    def letter(self) -> str:
-        return ("a", "v", "dv", "w")[self]
 
 
 @frozen
@@ -83,8 +74,8 @@ class Task:
     """One entry of a device's list.
 
     ``stage`` is the producer's for a COPY and -1 for an UPDATE of all stages; ``microbatch`` is the update's
-    number for an UPDATE, and ``version`` the one it replaces. A COPY carries ``value`` (or its gradient) from
-    ``device`` to ``peer``.
+    number for an UPDATE, and ``version`` the one it replaces. A COPY carries ``value`` (or its gradient, or
+    itself recomputed) from ``device`` to ``peer``.
     """
 
     kind: Kind
@@ -98,6 +89,7 @@ class Task:
     peer: int = -1
     value: int = -1
     gradient: bool = False
+    recomputed: bool = False
 
     @property
     def item(self) -> str:
@@ -108,31 +100,29 @@ class Task:
 
     def __str__(self) -> str:
         if self.kind is Kind.COPY:
-            return f"{'d' if self.gradient else ''}v{self.value}[{self.item}]:{self.device}>{self.peer}"
+            letter = "d" if self.gradient else "r" if self.recomputed else ""
+            return f"{letter}v{self.value}[{self.item}]:{self.device}>{self.peer}"
         return f"{self.stage if self.stage >= 0 else ''}{self.kind.letter}{self.item}"
-
-
-def _column(value: Any) -> Column:
-    array = np.ascontiguousarray(value, dtype=np.int32)
-    array.setflags(write=False)
-    return array
 
 
 @frozen(eq=False)
 class Table:
-    """Tasks as columns; row i is task i. All columns have the same length."""
+    """Tasks as columns; row i is task i. All columns have the same length.
 
-    kind: Column = field(converter=_column)
-    stage: Column = field(converter=_column)
-    replica: Column = field(converter=_column)
-    microbatch: Column = field(converter=_column)
-    slice: Column = field(converter=_column)
-    version: Column = field(converter=_column)
-    group: Column = field(converter=_column)
-    device: Column = field(converter=_column)
-    peer: Column = field(converter=_column)
-    value: Column = field(converter=_column)
-    gradient: Column = field(converter=_column)
+    ``gradient`` says which of ``CARRIED`` a COPY carries: 0 a value, 1 its gradient, 2 the value recomputed.
+    """
+
+    kind: Column = field(converter=to_column)
+    stage: Column = field(converter=to_column)
+    replica: Column = field(converter=to_column)
+    microbatch: Column = field(converter=to_column)
+    slice: Column = field(converter=to_column)
+    version: Column = field(converter=to_column)
+    group: Column = field(converter=to_column)
+    device: Column = field(converter=to_column)
+    peer: Column = field(converter=to_column)
+    value: Column = field(converter=to_column)
+    gradient: Column = field(converter=to_column)
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -140,7 +130,7 @@ class Table:
     def task(self, index: int) -> Task:
         row = [int(getattr(self, name)[index]) for name in TABLE_COLUMNS]
         return Task(**dict(zip(TABLE_COLUMNS, row, strict=True)) | {  # type: ignore[arg-type]
-            "kind": Kind(row[0]), "gradient": bool(row[-1])})
+            "kind": Kind(row[0]), "gradient": row[-1] == 1, "recomputed": row[-1] == 2})
 
     def take(self, rows: npt.NDArray[Any]) -> Table:
         return Table(*(getattr(self, name)[rows] for name in TABLE_COLUMNS))
@@ -168,63 +158,6 @@ def make_table(size: int, **columns: Any) -> Table:
 def concat_tables(tables: Sequence[Table]) -> Table:
     """The rows of all tables in a row."""
     return Table(*(np.concatenate([getattr(t, name) for t in tables]) for name in TABLE_COLUMNS))
-
-
-@frozen(eq=False)
-class Buffers:
-    """Live ranges as columns: a buffer comes to life in task ``writer`` and is freed when ``free`` has ended.
-
-    ``ref`` is a stage for activations and weights and a value otherwise; ``microbatch`` is the version of weights,
-    which come to life when the UPDATE that replaces them makes a copy. Every other reader of the buffer, on any lane,
-    ends before ``free`` does.
-    """
-
-    kind: Column = field(converter=_column)
-    ref: Column = field(converter=_column)
-    replica: Column = field(converter=_column)
-    microbatch: Column = field(converter=_column)
-    slice: Column = field(converter=_column)
-    device: Column = field(converter=_column)
-    writer: Column = field(converter=_column)
-    free: Column = field(converter=_column)
-
-    def __len__(self) -> int:
-        return len(self.kind)
-
-    def token(self, index: int) -> str:
-        slice_, replica = int(self.slice[index]), int(self.replica[index])
-        item = f"{self.microbatch[index]}" + (f".{slice_}" if slice_ else "") + (f"~{replica}" if replica else "")
-        return f"{Buffer(self.kind[index]).letter}{self.ref[index]}[{item}]"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Buffers) and all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in BUFFER_COLUMNS
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-BUFFER_COLUMNS = tuple(f.name for f in fields(Buffers))
-
-
-@frozen(eq=False)
-class Waits:
-    """Per task the tasks on other lanes that must have ended first: ``ids[start[i]:start[i + 1]]``."""
-
-    start: Column = field(converter=_column)
-    ids: Column = field(converter=_column)
-
-    def of(self, task: int) -> Column:
-        return self.ids[self.start[task] : self.start[task + 1]]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Waits)
-            and np.array_equal(self.start, other.start)
-            and np.array_equal(self.ids, other.ids)
-        )
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class TaskView(Sequence[Task]):
@@ -317,7 +250,7 @@ class Plan:
 
     def issue_order(self, device: int) -> Column:
         """Ids of a device's tasks on all lanes, in one order that keeps every lane's own."""
-        return _column(np.unique(np.concatenate(self.lanes[device])))
+        return to_column(np.unique(np.concatenate(self.lanes[device])))
 
     def stage_device(self, stage: int) -> int:
         return next(chunk.device for chunk in self.chunks if stage in chunk.stages)

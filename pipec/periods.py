@@ -15,6 +15,7 @@ from attrs import frozen
 
 from pipec.errors import PlanError
 from pipec.ir import TABLE_COLUMNS, Column, Kind, Plan, Table
+from pipec.rules.base import update_every
 from pipec.spec import Graph
 
 Rows = npt.NDArray[np.int64]
@@ -96,7 +97,9 @@ def periods(plan: Plan) -> Periods:
         # the last minibatch has no successor whose absence would show: its step is as long as the one before
         beyond = np.flatnonzero(own >= last)[int((own == last - 1).sum()) :]
         step[ids[beyond]] = last + 1
-    return Periods(plan, step, first_steady(plan.table, step, plan.minibatch, plan.minibatches), plan.minibatches)
+    rows = np.concatenate(lanes)  # lane by lane, so that the order in each of them counts
+    steady = first_steady(plan.table.take(rows), step[rows], plan.minibatch, plan.minibatches)
+    return Periods(plan, step, steady, plan.minibatches)
 
 
 def minibatch_of(plan: Plan) -> Rows:
@@ -108,8 +111,9 @@ def minibatch_of(plan: Plan) -> Rows:
 
 def first_steady(table: Table, step: Rows, minibatch: int, count: int) -> int:
     """The first of ``count`` steps from which on each is the one before, one minibatch later; ``count`` if none is."""
-    stages = table.stage[table.kind == Kind.UPDATE]
-    updates = len(stages) // max(1, len(np.unique(stages)) * int(table.microbatch.max(initial=0) // minibatch + 1))
+    stages = np.unique(table.stage[table.kind == Kind.UPDATE])
+    microbatches = int(table.microbatch[table.kind == Kind.FORWARD].max(initial=0)) + 1
+    updates = max(1, minibatch // update_every(table, microbatches))
     parts = [_relative(table.take(np.flatnonzero(step == k)), k, minibatch, updates, stages) for k in range(count)]
     first = count
     for k, (before, own) in reversed(list(enumerate(itertools.pairwise(parts)))):

@@ -107,9 +107,9 @@ _INPUT = re.compile(rf"input {_NAME} -> (\S+)")
 _VALUE = re.compile(rf"v(\d+) {_NAME}: (\d+) -> (\S+)(?: skip (\S+))?")
 _ITEM = r"(\d+)(?:\.(\d+))?(?:~(\d+))?"
 _TASK = re.compile(
-    rf"%(\d+)\s+(?:(?P<copy>d?v(\d+)\[{_ITEM}\]:(\d+)>(\d+))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
+    rf"%(\d+)\s+(?:(?P<copy>[dr]?v(\d+)\[{_ITEM}\]:(\d+)>(\d+))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
 )
-_BUFFER = re.compile(rf"(dv|v|a|w)(\d+)\[{_ITEM}\](?::\d+)?")
+_BUFFER = re.compile(rf"(dv|rv|v|a|w)(\d+)\[{_ITEM}\](?::\d+)?")
 
 
 def parse_plan(text: str) -> Plan:
@@ -193,7 +193,7 @@ class _Body:
             if value >= len(self.values):
                 raise ValueError(f"no value v{value} is declared")
             row = {"kind": Kind.COPY, "stage": self.values[value].producer, "value": value, "device": device,
-                   "peer": peer, "gradient": match["copy"].startswith("d")}
+                   "peer": peer, "gradient": "vdr".index(match["copy"][0])}
             lane = Lane.OUT if device == self.device else Lane.IN
         else:
             item = match.group(12, 13, 14)

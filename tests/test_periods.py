@@ -18,6 +18,7 @@ from pipec.periods import minibatch_of, periods, settled
 
 POLICIES: tuple[Any, ...] = (
     PipeDream(), PipeDream(vertical_sync=True), PipeMare(), PipeMare("1f1b"), PipeMare(correction=None), Predicted(),
+    PipeMare(segments=2), PipeMare("1f1b", segments=1),
     Predicted("full"), LiveWeights(), Nesterov(), Nesterov(stash=False),
 )
 
@@ -64,8 +65,9 @@ def asynchronous_plans(draw: Any, most: int = 5) -> Plan:
     policy = draw(st.sampled_from(POLICIES))
     if draw(st.booleans()):
         policy = LiveWeights(draw(st.sampled_from([a for a in range(1, 6) if microbatches % a == 0])))
+    own = getattr(policy, "segments", None) is not None
     return compiled(net, devices, microbatches, policy, placement=placement,
-                    recompute=draw(st.sampled_from(["never", "always"])))
+                    recompute="never" if own else draw(st.sampled_from(["never", "always"])))
 
 
 @given(asynchronous_plans())

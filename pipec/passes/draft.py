@@ -11,6 +11,7 @@ from attrs import frozen
 
 from pipec.ir import BACKWARDS, Chunk, Column, Kind, Table
 from pipec.rules.base import Rule
+from pipec.segments import Again, recomputed_values
 from pipec.spec import Graph
 
 Pairs = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # (task, task it needs), row by row
@@ -35,6 +36,11 @@ class Draft:
     minibatches: int = 1
     rule: Rule | None = None  # of an asynchronous draft
     step: npt.NDArray[np.int64] | None = None  # per row of an asynchronous draft the step that runs it
+
+    @property
+    def again(self) -> Again:
+        """The values that segments recompute, with their readers."""
+        return recomputed_values(self.graph, self.recompute)
 
     @property
     def minibatch(self) -> int:
@@ -138,8 +144,9 @@ def grouped(key: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.in
         yield int(key[order[first]]), order[first:last]
 
 
-def data_edges(graph: Graph, index: Index) -> Pairs:
-    """What each compute task needs of others: inputs for a forward, gradients for a backward."""
+def data_edges(graph: Graph, index: Index, again: Again) -> Pairs:
+    """What each compute task needs of others: inputs for a forward or a segment's recompute, gradients for a
+    backward."""
     parts = []
     for number, stage in enumerate(graph.stages):
         forward, recompute = index.of(Kind.FORWARD, number), index.of(Kind.RECOMPUTE, number)
@@ -147,6 +154,8 @@ def data_edges(graph: Graph, index: Index) -> Pairs:
         for producer in {graph.values[v].producer for v in stage.reads}:
             parts.append(pairs(forward, index.of(Kind.FORWARD, producer)))
         parts.append(pairs(recompute, forward))
+        for producer in {graph.values[v].producer for v in stage.reads if number in again.get(v, ())}:
+            parts.append(pairs(recompute, index.of(Kind.RECOMPUTE, producer)))
         parts.append(pairs(backward, np.where(recompute >= 0, recompute, forward)))
         parts.append(pairs(weight, backward))
         for reader in {r for v in stage.gives for r in graph.gradient_readers(v)}:

@@ -27,10 +27,11 @@ def expand(graph: Graph, chunks: tuple[Chunk, ...], device: int, ops: Ints, grou
     kinds, owners, microbatches = ops[:, 0], ops[:, 1], ops[:, 2]
     lists = [list(chunk.stages) for chunk in chunks]
     back = [[s for s in reversed(stages) if graph.stages[s].backward] for stages in lists]
-    flat = np.asarray([s for stages in lists + back for s in stages], np.int32)
-    sizes = np.asarray([len(stages) for stages in lists + back])
+    again = [stages[::-1] for stages in back]
+    flat = np.asarray([s for stages in lists + back + again for s in stages], np.int32)
+    sizes = np.asarray([len(stages) for stages in lists + back + again])
     first = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-    key = owners + np.where(kinds == Kind.FORWARD, 0, len(chunks))
+    key = owners + len(chunks) * np.select([kinds == Kind.FORWARD, kinds == Kind.RECOMPUTE], [0, 2], 1)
     repeat = sizes[key]
     rows = np.repeat(np.arange(len(ops)), repeat)
     offset = np.arange(len(rows)) - np.repeat(np.cumsum(repeat) - repeat, repeat)

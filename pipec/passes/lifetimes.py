@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from pipec.ir import BACKWARDS, BUFFER_COLUMNS, Buffer, Buffers, Kind, Lanes, Table, Waits
+from pipec.ir import BACKWARDS, BUFFER_COLUMNS, CARRIED, Buffer, Buffers, Kind, Lanes, Table, Waits
 from pipec.passes.draft import Draft, Index, Pairs, grouped, index_of, join, pairs, to_csr
 from pipec.rules.base import READERS
 
@@ -40,17 +40,17 @@ class Copies:
         if not len(ids):
             return Copies(found)
         devices = draft.devices
-        key = (table.value[ids].astype(np.int64) * 2 + table.gradient[ids]) * devices + table.device[ids]
+        key = (table.value[ids].astype(np.int64) * CARRIED + table.gradient[ids]) * devices + table.device[ids]
         item = (table.replica[ids] * draft.slices + table.slice[ids]) * draft.microbatches + table.microbatch[ids]
         for route, own in grouped(key * devices + table.peer[ids]):
             rows = np.full(items, -1, np.int64)
             rows[item[own]] = ids[own]
             route, peer = divmod(route, devices)
             route, device = divmod(route, devices)
-            found[route // 2, route % 2, device, peer] = rows
+            found[route // CARRIED, route % CARRIED, device, peer] = rows
         return Copies(found)
 
-    def sent(self, value: int, gradient: bool, device: int) -> list[Rows]:
+    def sent(self, value: int, gradient: int, device: int) -> list[Rows]:
         return [self.rows[value, gradient, device, peer] for peer in self.peers.get((value, gradient, device), ())]
 
 
@@ -91,17 +91,18 @@ def _most(rows: list[Rows]) -> Rows:
 
 def _data_waits(draft: Draft, index: Index, sent: Copies) -> list[Pairs]:
     """A copy waits for what it carries; the first reader on its device waits for the copy."""
-    graph, devices = draft.graph, draft.stage_devices
+    graph, devices, again = draft.graph, draft.stage_devices, draft.again
     parts = []
     for (value, gradient, source, target), rows in sent.rows.items():
         info = graph.values[value]
-        if gradient:
+        if gradient == 1:
             readers = [r for r in graph.gradient_readers(value) if devices[r] == source]
             made = _most([index.input_backward(r) for r in readers])
             first = index.input_backward(info.producer)
         else:
-            made = index.of(Kind.FORWARD, info.producer)
-            first = _least([index.of(Kind.FORWARD, r) for r in info.readers if devices[r] == target])
+            kind, reading = (Kind.RECOMPUTE, again[value]) if gradient else (Kind.FORWARD, info.readers)
+            made = index.of(kind, info.producer)
+            first = _least([index.of(kind, r) for r in reading if devices[r] == target])
         parts += [pairs(rows, made), pairs(first, rows)]
     return parts
 
@@ -124,7 +125,7 @@ def _update_waits(draft: Draft) -> list[Pairs]:
 
 
 def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pairs]]:
-    graph, devices = draft.graph, draft.stage_devices
+    graph, devices, again = draft.graph, draft.stage_devices, draft.again
     item = np.arange(index.items)
     identity = (item // (draft.microbatches * draft.slices), item % draft.microbatches,
                 item // draft.microbatches % draft.slices)
@@ -140,19 +141,22 @@ def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pa
         for column, part in zip(columns, row, strict=True):
             column.append(part)
 
+    def last_use(reader: int, value: int) -> Rows:
+        return index.of(Kind.FORWARD, reader) if reader in again.get(value, ()) else index.last_use(reader)
+
     for stage, about in enumerate(graph.stages):
         if about.backward:
-            forward, again = index.of(Kind.FORWARD, stage), index.of(Kind.RECOMPUTE, stage)
-            add(Buffer.ACTIVATION, stage, int(devices[stage]), np.where(again >= 0, again, forward),
+            forward, anew = index.of(Kind.FORWARD, stage), index.of(Kind.RECOMPUTE, stage)
+            add(Buffer.ACTIVATION, stage, int(devices[stage]), np.where(anew >= 0, anew, forward),
                 index.last_backward(stage))
     for value, info in enumerate(graph.values):
         home = int(devices[info.producer])
         forward, backward = index.of(Kind.FORWARD, info.producer), index.input_backward(info.producer)
         local = [r for r in info.readers if devices[r] == home]
-        copied = sent.sent(value, False, home)
+        copied = sent.sent(value, 0, home)
         last_copy = _most(copied) if copied else np.full(index.items, -1)
         if local:
-            last = _most([index.last_use(r) for r in local])
+            last = _most([last_use(r, value) for r in local])
             add(Buffer.VALUE, value, home, forward, last)
             holds.append(pairs(last, last_copy))
         elif copied:
@@ -160,7 +164,17 @@ def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pa
         for target in sorted({int(devices[r]) for r in info.readers} - {home}):
             own = [r for r in info.readers if devices[r] == target]
             add(Buffer.VALUE, value, target, sent.rows[value, 0, home, target],
-                _most([index.last_use(r) for r in own]))
+                _most([last_use(r, value) for r in own]))
+        if value in again:
+            anew, copied = index.of(Kind.RECOMPUTE, info.producer), sent.sent(value, 2, home)
+            uses: dict[int, list[Rows]] = {}
+            for reader in again[value]:
+                uses.setdefault(int(devices[reader]), []).append(index.input_backward(reader))
+            if home in uses and copied:
+                holds.append(pairs(_most(uses[home]), _most(copied)))
+            add(Buffer.RECOMPUTED, value, home, anew, _most(uses.pop(home, copied)))
+            for target, reading in uses.items():
+                add(Buffer.RECOMPUTED, value, target, sent.rows[value, 2, home, target], _most(reading))
         readers = graph.gradient_readers(value)
         for source in sorted({int(devices[r]) for r in readers}):
             made = _least([index.input_backward(r) for r in readers if devices[r] == source])

@@ -35,7 +35,7 @@ def linearise(draft: Draft) -> Draft:
     """
     table = draft.table
     leader = leaders(table)
-    task, need = data_edges(draft.graph, index_of(draft))
+    task, need = data_edges(draft.graph, index_of(draft), draft.again)
     _check_independent(draft, task, need, leader)
     start, needs = to_csr((leader[task], leader[need]), len(table))
     lists = [np.flatnonzero((table.device == d) & (leader == np.arange(len(table)))).tolist()

@@ -17,10 +17,11 @@ from pipec.passes.draft import Draft
 from pipec.passes.expand import expand
 from pipec.rules.base import Rule
 from pipec.schedules.base import Op, Overlap, Policy, Problem, is_asynchronous, op_name, policy_name
+from pipec.segments import segments_text
 from pipec.spec import Graph
 
 KINDS = (Kind.FORWARD, *BACKWARDS)
-ASYNCHRONOUS_KINDS = (*KINDS, Kind.UPDATE)
+ASYNCHRONOUS_KINDS = (*KINDS, Kind.RECOMPUTE, Kind.UPDATE)
 READ_TEXT = "text is read by pipec.parse_schedule"
 Ops = npt.NDArray[np.int64]  # (tasks, 3): kind, chunk, microbatch
 
@@ -53,7 +54,12 @@ def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True)
         expand(graph, problem.chunks, device, row, group)
         for device, (row, group) in enumerate(zip(rows, groups, strict=True))
     ]
-    return Draft(graph, problem.chunks, problem.devices, problem.microbatches, name, concat_tables(tables),
+    table = concat_tables(tables)
+    recompute = "never"
+    if (table.kind == Kind.RECOMPUTE).any():
+        starts: Any = getattr(policy, "segment_starts", lambda problem: range(len(problem.chunks)))
+        recompute = segments_text([problem.chunks[c].stages[0] for c in starts(problem)])
+    return Draft(graph, problem.chunks, problem.devices, problem.microbatches, name, table, recompute,
                  minibatches=problem.minibatches, rule=rule)
 
 
@@ -150,6 +156,8 @@ def _complete(problem: Problem, arrays: list[Ops | None], kinds: tuple[Kind, ...
     whole, first, second = times[list(BACKWARDS)]
     if Kind.UPDATE in kinds and _update_faults(problem, times[Kind.UPDATE].reshape(chunks, -1)):
         return False
+    if len(np.unique(times[Kind.RECOMPUTE])) > 1 or times[Kind.RECOMPUTE].max(initial=0) > 1:
+        return False
     return bool((times[Kind.FORWARD] == 1).all() and (first == second).all() and (whole + first == 1).all())
 
 
@@ -187,6 +195,9 @@ def _faults(problem: Problem, rows: list[list[Any]], kinds: tuple[Kind, ...]) ->
         for chunk in range(len(problem.chunks)):
             for m in range(problem.microbatches):
                 faults += [Fault(text) for text in _missing(counted, chunk, m)]
+        recomputes = [op for op in counted if op[0] == Kind.RECOMPUTE]
+        if recomputes and len(recomputes) < len(problem.chunks) * problem.microbatches:
+            faults.append(Fault(f"{op_name(recomputes[0])} is there, but not every chunk and microbatch recomputes"))
         if Kind.UPDATE in kinds:
             table = np.asarray([[counted[int(Kind.UPDATE), c, m] for m in range(problem.microbatches)]
                                 for c in range(len(problem.chunks))])

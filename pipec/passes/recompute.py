@@ -32,6 +32,17 @@ def recompute(draft: Draft, mode: str | Mapping[str, str] = "never") -> Draft:
     """
     mode = _underscored(mode)
     modes = stage_modes(draft, mode)
+    if draft.rule is not None and "except_last" in modes:
+        raise ScheduleError(
+            f"recompute='except_last' spares the last microbatch of a step, but schedule {draft.schedule!r} is "
+            "asynchronous: its microbatches never end; choose 'always', or 'never' for the last stage"
+        )
+    if draft.recompute != "never":
+        if set(modes) != {"never"}:
+            raise ScheduleError(
+                f"schedule {draft.schedule!r} recomputes by segments itself; leave recompute= out, or its segments"
+            )
+        return draft
     index, leader = index_of(draft), leaders(draft.table)
     microbatch = draft.table.microbatch
     tables, keys = [draft.table], [np.arange(len(draft.table)) * 2 + 1]

@@ -18,6 +18,7 @@ from pipec.passes.draft import Index, data_edges
 from pipec.render.dot import Box, Item, Line, Text, printable, scene, shorten, text_width
 from pipec.render.palette import INK, LANE, PALE, WORDS, ink_on, mix, shade
 from pipec.render.picture import Picture
+from pipec.segments import recomputed_values
 
 MOST_TASKS = 600
 WIDE, HIGH, STEP_X, STEP_Y, MARGIN, GAP = 36.0, 20.0, 50.0, 34.0, 14.0, 12.0
@@ -79,7 +80,7 @@ def draw_tasks(plan: Plan, width: float | None = None, timeout: float = 60.0) ->
 def edges(plan: Plan) -> list[tuple[int, int]]:
     """(task, task it needs) over all compute tasks, ascending."""
     index = Index(plan.table, len(plan.graph.stages), plan.microbatches, plan.slices, plan.replicas)
-    task, needs = data_edges(plan.graph, index)
+    task, needs = data_edges(plan.graph, index, recomputed_values(plan.graph, plan.recompute))
     return sorted(set(zip(task.tolist(), needs.tolist(), strict=True)))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import fields
 
 from pipec.errors import PipecError, PlanError
+from pipec.ir import Plan
 from pipec.rules.base import Reads, Rule, declared_versions, newest_by_row, update_every
 from pipec.rules.corrected import Corrected
 from pipec.rules.live import Live
@@ -42,6 +43,18 @@ def find_rule(text: str) -> Rule:
         raise PlanError(f"weight rule {text!r}: {error}") from None
 
 
+def rule_of(plan: Plan) -> Rule | None:
+    """The weight rule of a plan, None for a synchronous one: its policy's own, or the one of that text.
+
+    Raises:
+        PlanError: the text names no rule.
+    """
+    if not plan.asynchronous:
+        return None
+    own = getattr(getattr(plan.recipe, "policy", None), "weights", None)
+    return own if isinstance(own, Rule) and own.text == plan.weights else find_rule(plan.weights)
+
+
 def _read(value: Any) -> Any:
     """A whole number as one; everything else as it is, for the rule's own converter."""
     return int(value) if isinstance(value, str) and value.isdigit() else value
@@ -49,5 +62,5 @@ def _read(value: Any) -> Any:
 
 __all__ = [
     "RULES", "Corrected", "Live", "Nesterov", "Predicted", "Reads", "Rule", "Stash", "TwoBuffered",
-    "declared_versions", "find_rule", "newest_by_row", "update_every",
+    "declared_versions", "find_rule", "newest_by_row", "rule_of", "update_every",
 ]

@@ -38,9 +38,13 @@ class Reads:
 
 
 class Rule:
-    """A weight rule: frozen options, a name, and the version that each task reads."""
+    """A weight rule: frozen options, a name, and the version that each task reads.
+
+    ``buffers``: what it keeps of its own beside weight versions, in copies of the weights' size.
+    """
 
     name: ClassVar[str]
+    buffers: ClassVar[int] = 0
 
     def versions(self, reads: Reads) -> Counts:
         """Per task the version that it reads, shape (tasks,); rows of other tasks do not matter."""
@@ -61,9 +65,9 @@ class Rule:
 
 
 def update_every(table: Table, microbatches: int) -> int:
-    """How many backwards of a stage go into one of its updates: all microbatches over the UPDATEs of a stage."""
-    stages = table.stage[table.kind == Kind.UPDATE]
-    return microbatches * len(np.unique(stages)) // len(stages) if len(stages) else microbatches
+    """How many backwards of a stage go into one of its updates: all microbatches over the updates of a stage."""
+    count = int(table.microbatch[table.kind == Kind.UPDATE].max(initial=0)) + 1
+    return max(1, microbatches // count)
 
 
 def newest_by_row(table: Table) -> Counts:

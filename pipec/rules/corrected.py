@@ -28,6 +28,7 @@ class Corrected(Rule):
     """
 
     name: ClassVar[str] = "corrected"
+    buffers: ClassVar[int] = 1  # delta
     decay: float | str = field(default=0.135, converter=_decay)
 
     def versions(self, reads: Reads) -> Counts:

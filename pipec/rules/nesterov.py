@@ -27,6 +27,7 @@ class Nesterov(Rule):
     """
 
     name: ClassVar[str] = "nesterov"
+    buffers: ClassVar[int] = 1  # the weights before the last update
     momentum: float = field(default=0.99, converter=_momentum)
     stash: bool = False
 

@@ -14,6 +14,7 @@ class Predicted(Rule):
     """A forward reads the newest weights moved on by the optimizer's own step times the updates until its backward."""
 
     name: ClassVar[str] = "predicted"
+    buffers: ClassVar[int] = 1  # the predicted weights, while a forward runs
 
     def versions(self, reads: Reads) -> Counts:
         return reads.newest

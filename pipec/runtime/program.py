@@ -166,7 +166,7 @@ def _op(plan: Plan, task: int, slots: Sequence[Slots]) -> Op:
     own = slots[device]
     if kind is Kind.COPY:
         value, peer = int(table.value[task]), int(table.peer[task])
-        what = Buffer.GRADIENT if table.gradient[task] else Buffer.VALUE
+        what = (Buffer.VALUE, Buffer.GRADIENT, Buffer.RECOMPUTED)[table.gradient[task]]
         op.route = (device, peer)
         op.source, op.slot = own.find(what, value, m), slots[peer].find(what, value, m)
         return op

@@ -15,6 +15,7 @@ from pipec.schedules.base import (
     Overlap,
     Policy,
     Problem,
+    R,
     Schedule,
     U,
     W,
@@ -107,7 +108,7 @@ __all__ = [
     "ALIASES", "ASYNCHRONOUS", "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "DualPipeV", "EagerOneFOneB",
     "F", "GPipe", "I", "InterleavedOneFOneB", "InterleavedZeroBubble", "LiveWeights", "LoopedBFS", "Nesterov",
     "OneFOneB", "Op", "Order", "Overlap", "PipeDream", "PipeDream2BW", "PipeMare", "Policy", "Predicted", "Problem",
-    "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "TorchSchedule", "U", "VHalf", "VMin", "W", "Wave",
-    "find_schedule", "format_schedule", "is_asynchronous", "list_schedules", "merge", "overlap", "parse_schedule",
-    "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
+    "R", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "TorchSchedule", "U", "VHalf", "VMin", "W",
+    "Wave", "find_schedule", "format_schedule", "is_asynchronous", "list_schedules", "merge", "overlap",
+    "parse_schedule", "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
 ]

@@ -53,6 +53,11 @@ def W(chunk: int, microbatch: int) -> Op:  # noqa: N802
     return (4, chunk, microbatch)
 
 
+def R(chunk: int, microbatch: int) -> Op:  # noqa: N802
+    """Recompute of a chunk; for asynchronous schedules that recompute by segments."""
+    return (1, chunk, microbatch)
+
+
 def U(chunk: int, update: int) -> Op:  # noqa: N802
     """Update of a chunk's stages, numbered from 0; only asynchronous schedules order them."""
     return (7, chunk, update)
@@ -122,7 +127,8 @@ class Schedule(Protocol):
     a device has when looped; ``split``, True when it orders the two halves of backwards; ``bubble``,
     ``peak`` and ``source``, which the table of schedules shows beside the first line of the docstring.
     An asynchronous policy has ``asynchronous = True`` and ``weights``, its :class:`pipec.rules.Rule`; it orders
-    ``problem.minibatches`` minibatches, updates included, in a pattern that repeats with every minibatch.
+    ``problem.minibatches`` minibatches, updates included, in a pattern that repeats with every minibatch. One that
+    orders recomputes may have ``segment_starts(problem)``, the first chunks of its segments.
     """
 
     def order(self, problem: Problem) -> Order: ...

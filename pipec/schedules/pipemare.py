@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import field, frozen
 
+from pipec.errors import ScheduleError
 from pipec.rules import Corrected, Live, Rule
 from pipec.schedules.base import Order, Problem
-from pipec.schedules.slots import by_slot, slots_of
+from pipec.schedules.slots import by_slot, slots_of, with_segments
+
+
+def _segments(value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ScheduleError(f"segments must be a whole number of chunks, at least 1, got {value!r}")
+    return value
 
 
 @frozen
@@ -22,6 +29,8 @@ class PipeMare:
 
     ``inflight``: "full", the paper's 2(P - i) + 1 microbatches on device i, or "1f1b", P - i + 1.
     ``correction``: the decay D of the mean change, "optimal", or None for no correction.
+    ``segments``: recompute in segments of so many chunks, of which only the first keeps its input; the fewest
+    activations are held near the square root of their number.
     """
 
     bubble: ClassVar[str] = "0 per period"
@@ -31,6 +40,7 @@ class PipeMare:
 
     inflight: str = "full"
     correction: float | str | None = 0.135
+    segments: int | None = field(default=None, converter=_segments)
     name: str = "pipemare"
     placement: str = "linear"
 
@@ -39,4 +49,8 @@ class PipeMare:
         return Live() if self.correction is None else Corrected(self.correction)
 
     def order(self, problem: Problem) -> Order:
-        return by_slot(problem, slots_of(self.inflight, len(problem.chunks)))
+        slots = slots_of(self.inflight, len(problem.chunks))
+        return by_slot(problem, slots if self.segments is None else with_segments(slots, self.segments))
+
+    def segment_starts(self, problem: Problem) -> range:
+        return range(0, len(problem.chunks), self.segments or 1)

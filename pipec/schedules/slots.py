@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipec.errors import ScheduleError
-from pipec.schedules.base import B, F, Op, Problem, U
+from pipec.schedules.base import B, F, Op, Problem, R, U
 
 INFLIGHT = ("1f1b", "full")
 
@@ -20,13 +20,15 @@ INFLIGHT = ("1f1b", "full")
 class Slots:
     """The slots of microbatch 0 by chunk, and how many slots later each microbatch comes than the one before.
 
-    ``ranks``: who comes first in a slot of a device: the backward, the forward, the update.
+    ``ranks``: who comes first in a slot of a device: the backward, the forward, the update. ``recompute``: the slots of
+    recomputes, which follow the forward of their slot.
     """
 
     forward: Sequence[int]
     backward: Sequence[int]
     step: int
     ranks: tuple[int, int, int]
+    recompute: Sequence[int] = ()
 
 
 def one_f_one_b_slots(chunks: int) -> Slots:
@@ -40,7 +42,7 @@ def full_slots(chunks: int) -> Slots:
     Chunk i = 1..P runs the forward of microbatch m at tick m + i - 1 and the backward at tick m + 2P - i, and an
     update is read from the next tick on (PipeMare, arXiv 1910.05124, section 2).
     """
-    return Slots(range(chunks), range(2 * chunks - 1, chunks - 1, -1), 1, (0, 1, 2))
+    return Slots(range(chunks), range(2 * chunks - 1, chunks - 1, -1), 1, (0, 1, 3))
 
 
 def slots_of(inflight: str, chunks: int) -> Slots:
@@ -52,6 +54,17 @@ def slots_of(inflight: str, chunks: int) -> Slots:
     if inflight not in INFLIGHT:
         raise ScheduleError(f"inflight must be {' or '.join(map(repr, INFLIGHT))}, got {inflight!r}")
     return one_f_one_b_slots(chunks) if inflight == "1f1b" else full_slots(chunks)
+
+
+def with_segments(slots: Slots, size: int) -> Slots:
+    """``slots`` with a recompute of every chunk, in segments of ``size`` chunks.
+
+    The last chunk of a segment recomputes one slot before its backward, the one before it a slot earlier, and so on:
+    just in time, 2(e - i) + 1 slots before the backward at chunk i of a segment that ends at e (PipeMare, appendix on
+    recompute).
+    """
+    ends = [min(c // size * size + size, len(slots.forward)) - 1 for c in range(len(slots.forward))]
+    return evolve(slots, recompute=[slots.backward[c] - 2 * (end - c) - 1 for c, end in enumerate(ends)])
 
 
 def by_slot(problem: Problem, slots: Slots, every: int | None = None) -> list[list[Op]]:
@@ -75,6 +88,8 @@ def by_slot(problem: Problem, slots: Slots, every: int | None = None) -> list[li
                 ahead = slots.backward[c] + slots.step * m
                 placed.append((slots.forward[c] + slots.step * m, forward, c, F(c, m)))
                 placed.append((ahead, backward, -c, B(c, m)))
+                if slots.recompute:
+                    placed.append((slots.recompute[c] + slots.step * m, 2, c, R(c, m)))
                 if (m + 1) % every == 0:
                     placed.append((ahead, update, c, U(c, m // every)))
         lists.append([op for *_, op in sorted(placed)])

@@ -19,7 +19,7 @@ from pipec.verify.groups import groups
 from pipec.verify.lifetimes import lifetimes, memory
 from pipec.verify.reach import Reach
 from pipec.verify.tasks import order, tasks, updates
-from pipec.verify.weights import versions
+from pipec.verify.weights import periods, versions
 
 Check = Callable[[Facts], list[str] | NotChecked]
 
@@ -35,6 +35,7 @@ INVARIANTS: dict[str, Check] = {
     "versions": versions,
     "memory": memory,
     "updates": updates,
+    "periods": periods,
 }
 
 MOST = 24  # problems shown in one error

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from attrs import frozen
 
 from pipec.costs import Activations
-from pipec.ir import Kind, Plan
+from pipec.ir import CARRIED, Kind, Plan
 from pipec.passes.draft import Index, grouped, pairs
+from pipec.segments import recomputed_values
 from pipec.verify.reach import Reach
 
 Rows = npt.NDArray[np.int64]
@@ -51,6 +52,7 @@ class Facts:
         self.training = plan.training or plan.update is not None
         self.reach = Reach(plan)
         self.index = Index(plan.table, len(plan.graph.stages), plan.microbatches, plan.slices, plan.replicas)
+        self.again = recomputed_values(plan.graph, plan.recompute) if self.training else {}
         self.home = np.full(len(plan.graph.stages), -1, np.int64)
         for chunk in plan.chunks:
             self.home[list(chunk.stages)] = chunk.device
@@ -69,7 +71,8 @@ class Facts:
         """A task as it prints, with its stage's name and its device."""
         task = self.table.task(row)
         if task.kind is Kind.COPY:
-            return f"{task} ({'gradient of ' if task.gradient else ''}value {self.value(task.value)})"
+            which = "gradient of " if task.gradient else "recomputed " if task.recomputed else ""
+            return f"{task} ({which}value {self.value(task.value)})"
         if task.stage < 0:
             return f"{task} (all stages, device {task.device})"
         return f"{task} (stage {self.stage(task.stage)}, device {task.device})"
@@ -100,7 +103,7 @@ class Facts:
         """Rows of the COPY tasks of a route by item, -1 where there is none."""
         ids = np.flatnonzero(self.table.kind == Kind.COPY)
         table, devices = self.table, self.plan.devices
-        key = table.value[ids].astype(np.int64) * 2 + table.gradient[ids]
+        key = table.value[ids].astype(np.int64) * CARRIED + table.gradient[ids]
         key = (key * devices + table.device[ids]) * devices + table.peer[ids]
         item = self.item_of(table)[ids]
         made: dict[Route, Rows] = {}
@@ -109,7 +112,7 @@ class Facts:
             rows[item[own]] = ids[own]
             value, peer = divmod(value, devices)
             value, device = divmod(value, devices)
-            made[value // 2, value % 2, device, peer] = rows
+            made[value // CARRIED, value % CARRIED, device, peer] = rows
         return made
 
     def copy(self, value: int, gradient: int, source: int, target: int) -> Rows:
@@ -124,6 +127,10 @@ class Facts:
     def gradients_on(self, value: int) -> dict[int, list[int]]:
         """Per device the stages there that send a gradient of ``value`` back; none in a plan of forwards."""
         return self._by_device(self.graph.gradient_readers(value) if self.training else ())
+
+    def again_on(self, value: int) -> dict[int, list[int]]:
+        """Per device the stages there that read ``value`` recomputed by its segment."""
+        return self._by_device(self.again.get(value, ()))
 
     def _by_device(self, stages: Iterable[int]) -> dict[int, list[int]]:
         made: dict[int, list[int]] = {}
@@ -163,6 +170,12 @@ class Facts:
                 if device != home:
                     made.append(self._need(forward, source, reads))
                 made += [self._need(source, self.index.of(Kind.FORWARD, reader), reads) for reader in stages]
+            anew = self.index.of(Kind.RECOMPUTE, info.producer)
+            for device, stages in self.again_on(value).items():
+                source = anew if device == home else self.copy(value, 2, home, device)
+                if device != home:
+                    made.append(self._need(anew, source, reads))
+                made += [self._need(source, self.index.of(Kind.RECOMPUTE, reader), reads) for reader in stages]
             for device, stages in self.gradients_on(value).items():
                 target = backward if device == home else self.copy(value, 1, device, home)
                 if device != home:

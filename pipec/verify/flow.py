@@ -83,7 +83,7 @@ def copies(facts: Facts) -> list[str]:
         rows = facts.copy(*route)
         if route in wanted:
             missing = np.flatnonzero(rows < 0)
-            name = f"{'the gradient of ' if route[1] else ''}value {facts.value(route[0])}"
+            name = f"{('', 'the gradient of ', 'the recomputed ')[route[1]]}value {facts.value(route[0])}"
             found += some(missing, (
                 f"the copy {_token(route, facts.item(m))} of {name} is missing" for m in missing.tolist()
             ))
@@ -109,7 +109,7 @@ def copies(facts: Facts) -> list[str]:
 
 def _token(route: Route, item: str) -> str:
     value, gradient, source, target = route
-    return f"{'d' if gradient else ''}v{value}[{item}]:{source}>{target}"
+    return f"{('', 'd', 'r')[gradient]}v{value}[{item}]:{source}>{target}"
 
 
 def _routes(facts: Facts) -> set[Route]:
@@ -118,6 +118,7 @@ def _routes(facts: Facts) -> set[Route]:
         home = int(facts.home[info.producer])
         made |= {(value, 0, home, d) for d in facts.readers_on(value) if d != home}
         made |= {(value, 1, d, home) for d in facts.gradients_on(value) if d != home}
+        made |= {(value, 2, home, d) for d in facts.again_on(value) if d != home}
     return made
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipec.ir import BUFFER_COLUMNS, TABLE_COLUMNS, Buffer, Kind, Lane, Plan
+from pipec.ir import BUFFER_COLUMNS, CARRIED, TABLE_COLUMNS, Buffer, Kind, Lane, Plan
+from pipec.segments import first_stages
 from pipec.verify.facts import some
 
 BIG = int(np.iinfo(np.int32).max)
@@ -48,6 +49,14 @@ def _graph(plan: Plan) -> Iterator[str]:
     items = plan.microbatches * plan.slices * plan.replicas
     if items > len(plan.table):
         yield f"the plan has {items} microbatches, slices and replicas, but only {len(plan.table)} tasks"
+    if plan.microbatches % plan.minibatches or (plan.minibatches > 1 and not plan.asynchronous):
+        yield (
+            f"the plan has {plan.microbatches} microbatches in {plan.minibatches} minibatches, but minibatches are "
+            "equal and a plan without a weight rule has one"
+        )
+    firsts = first_stages(plan.recompute)
+    if (list(firsts) != sorted({0, *firsts}) and firsts) or any(first >= stages for first in firsts):
+        yield f"the plan recomputes {plan.recompute!r}, but segments begin at stage 0 and go on with later ones"
     placed = sorted(stage for chunk in plan.chunks for stage in chunk.stages)
     if placed != list(range(stages)):
         yield f"the chunks hold the stages {_list(placed)}, but each of 0..{stages - 1} belongs in one"
@@ -75,6 +84,7 @@ def _table(plan: Plan) -> Iterator[str]:
         ("group", 0, BIG),
         ("device", 0, plan.devices),
         ("peer", np.where(copy, 0, -1), np.where(copy, plan.devices, 0)),
+        ("gradient", 0, np.where(copy, CARRIED, 1)),
         ("value", np.where(copy, 0, -1), np.where(copy, len(plan.graph.values), 0)),
     )
     for name, least, beyond in limits:

@@ -44,12 +44,13 @@ def wanted_buffers(facts: Facts) -> list[Wanted]:
         home = int(facts.home[about.producer])
         reading = facts.readers_on(value)
         sent = {d: facts.copy(value, 0, home, d) for d in reading if d != home}
-        local = [rows for r in reading.get(home, []) for rows in _uses(facts, r)]
+        local = [rows for r in reading.get(home, []) for rows in _uses(facts, r, value)]
         forward = index.of(Kind.FORWARD, about.producer)
         made.append(Wanted(Buffer.VALUE, value, home, -1, [forward], [*local, *sent.values()]))
         for device, rows in sent.items():
-            uses = [use for r in reading[device] for use in _uses(facts, r)]
+            uses = [use for r in reading[device] for use in _uses(facts, r, value)]
             made.append(Wanted(Buffer.VALUE, value, device, -1, [rows], uses))
+        made += _recomputed(facts, value, home)
         backward = index.input_backward(about.producer)
         for device, stages in facts.gradients_on(value).items():
             writers = [index.input_backward(r) for r in stages]
@@ -65,9 +66,26 @@ def wanted_buffers(facts: Facts) -> list[Wanted]:
     return made
 
 
-def _uses(facts: Facts, stage: int) -> list[Rows]:
-    """The tasks of a stage that read its inputs."""
+def _recomputed(facts: Facts, value: int, home: int) -> list[Wanted]:
+    """The buffers of a value that its segment computes anew."""
+    index, readers = facts.index, facts.again_on(value)
+    if not readers:
+        return []
+    sent = {d: facts.copy(value, 2, home, d) for d in readers if d != home}
+    uses = {d: [index.of(kind, r) for r in own for kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)]
+            for d, own in readers.items()}
+    anew = index.of(Kind.RECOMPUTE, facts.graph.values[value].producer)
+    return [
+        Wanted(Buffer.RECOMPUTED, value, home, -1, [anew], [*uses.pop(home, []), *sent.values()]),
+        *(Wanted(Buffer.RECOMPUTED, value, d, -1, [sent[d]], own) for d, own in uses.items()),
+    ]
+
+
+def _uses(facts: Facts, stage: int, value: int) -> list[Rows]:
+    """The tasks of a stage that read ``value`` as its first forward made it."""
     index = facts.index
+    if stage in facts.again.get(value, ()):
+        return [index.of(Kind.FORWARD, stage)]
     return [index.of(Kind.FORWARD, stage), index.of(Kind.RECOMPUTE, stage), index.input_backward(stage)]
 
 
@@ -124,7 +142,8 @@ def _name(facts: Facts, want: Wanted, item: int) -> str:
         return f"{what} (version {item} of the weights of stage {facts.stage(want.ref)})"
     if want.kind is Buffer.ACTIVATION:
         return f"{what} (activations of stage {facts.stage(want.ref)})"
-    return f"{what} ({'gradient of ' if want.kind is Buffer.GRADIENT else ''}value {facts.value(want.ref)})"
+    which = {Buffer.GRADIENT: "gradient of ", Buffer.RECOMPUTED: "recomputed "}.get(want.kind, "")
+    return f"{what} ({which}value {facts.value(want.ref)})"
 
 
 def _keys(facts: Facts) -> Rows:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Table
+from pipec.segments import first_stages
 from pipec.verify.facts import Facts, Need, NotChecked, Rows, some
 from pipec.verify.weights import update_needs, updates_present
 
@@ -28,6 +29,7 @@ def tasks(facts: Facts) -> list[str]:
     wanted = np.asarray([stage.backward and facts.training for stage in facts.graph.stages], bool)[:, None]
     whole, first, second = (count[kind] > 0 for kind in BACKWARDS)
     any_ = whole | first | second
+    segmented = bool(first_stages(facts.plan.recompute))
     found: list[str] = []
     for kind, wrong, text in (
         *((kind, count[kind] > 1, "stands more than once") for kind in COUNTED),
@@ -38,6 +40,7 @@ def tasks(facts: Facts) -> list[str]:
         (Kind.BACKWARD_WEIGHT, ~whole & first & ~second, HALF),
         (Kind.BACKWARD, ~wanted & any_, "is there, but no loss depends on the stage"),
         (Kind.RECOMPUTE, (count[Kind.RECOMPUTE] > 0) & ~any_, "is there without a backward to recompute for"),
+        (Kind.RECOMPUTE, segmented & wanted & (count[Kind.RECOMPUTE] == 0), "is missing from its segment"),
     ):
         rows = np.flatnonzero(wrong)
         found += some(rows, (f"{facts.token(kind, *divmod(at, items))} {text}" for at in rows.tolist()))

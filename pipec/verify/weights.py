@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from pipec.errors import PlanError
-from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan
+from pipec.ir import BACKWARDS, Buffer, Kind, Lane
 from pipec.passes.draft import pairs
-from pipec.rules import Rule, declared_versions, find_rule
+from pipec.passes.settle import STEADY
+from pipec.periods import periods as steps_of_plan
+from pipec.rules import declared_versions, rule_of
 from pipec.rules.base import READERS
-from pipec.verify.facts import Facts, Need, Rows, some
-
-
-def rule_of(plan: Plan) -> Rule | None:
-    """The weight rule of a plan, None for a synchronous one: its policy's own, or the one of that text.
-
-    Raises:
-        PlanError: the text names no rule.
-    """
-    if not plan.asynchronous:
-        return None
-    own = getattr(getattr(plan.recipe, "policy", None), "weights", None)
-    return own if isinstance(own, Rule) and own.text == plan.weights else _found(plan.weights)
-
-
-@lru_cache(maxsize=32)
-def _found(text: str) -> Rule:
-    return find_rule(text)
+from pipec.verify.facts import Facts, Need, NotChecked, Rows, some
 
 
 def updates_before(facts: Facts) -> Rows:
@@ -167,3 +151,20 @@ def update_needs(facts: Facts) -> list[Need]:
                 Need(*pairs(update[number - 1], rows), "{after} adds to gradients that {before} has not used yet"),
             ]
     return made
+
+
+def periods(facts: Facts) -> list[str] | NotChecked:
+    """The last three steps of an asynchronous plan before its epilogue are equal, up to a minibatch and its updates."""
+    plan = facts.plan
+    if not plan.asynchronous:
+        return NotChecked("a synchronous plan has no steady period")
+    if facts.reach.order is None:
+        return NotChecked("the plan does not run to its end")
+    found = steps_of_plan(plan)
+    if found.steady <= plan.minibatches - STEADY:
+        return []
+    first = min(found.steady, plan.minibatches - 1)
+    return [
+        f"step {first} is not step {first - 1} one minibatch later; an asynchronous plan shows {STEADY} steps that are "
+        f"equal before its epilogue, but only {plan.minibatches - first} of {plan.minibatches} are"
+    ]
