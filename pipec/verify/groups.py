@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from pipec.ir import Kind
-from pipec.passes.draft import grouped
 from pipec.verify.facts import Facts, Rows, some
 
 
@@ -23,10 +20,8 @@ def groups(facts: Facts) -> list[str]:
     found = some(wrong, (
         f"{facts.task(i)} is in group {table.group[i]}, but only forwards and backwards overlap" for i in wrong.tolist()
     ))
-    apart = []
-    for number, rows in grouped(table.group[own].astype(np.int64)):
-        apart += list(_apart(facts, number, own[rows]))
-    found += some(np.empty(len(apart)), iter(apart))
+    torn = _torn(facts, own)
+    found += some(np.empty(len(torn)), (_apart(facts, number, own[table.group[own] == number]) for number in torn))
     for need in (*facts.own_needs, *facts.data_needs):
         same = np.flatnonzero((reach.first[need.before] == reach.first[need.after]) & (table.group[need.after] > 0))
         found += some(same, (
@@ -36,11 +31,19 @@ def groups(facts: Facts) -> list[str]:
     return found
 
 
-def _apart(facts: Facts, number: int, rows: Rows) -> Iterator[str]:
+def _torn(facts: Facts, own: Rows) -> list[int]:
+    """The groups of the tasks ``own`` that are of one task only, or not side by side on one lane."""
+    lanes, places, group = facts.reach.lane[0, own], facts.reach.place[0, own], facts.table.group[own]
+    order = np.lexsort((places, lanes, group))
+    lanes, places, group = lanes[order], places[order], group[order]
+    same = group[1:] == group[:-1]
+    follows = (lanes[1:] == lanes[:-1]) & (places[1:] == places[:-1] + 1)
+    alone = ~np.append(same, False) & ~np.append(False, same)
+    return sorted({*group[1:][same & ~follows].tolist(), *group[alone].tolist()})
+
+
+def _apart(facts: Facts, number: int, rows: Rows) -> str:
     if len(rows) == 1:
-        yield f"{facts.task(int(rows[0]))} is alone in group {number}; a group has at least two tasks"
-        return
-    lanes, places = facts.reach.lane[0, rows], np.sort(facts.reach.place[0, rows])
-    if len(np.unique(lanes)) > 1 or (np.diff(places) != 1).any():
-        told = ", ".join(facts.task(int(i)) for i in rows[:4])
-        yield f"group {number} is torn apart: its tasks ({told}) do not stand side by side on one device"
+        return f"{facts.task(int(rows[0]))} is alone in group {number}; a group has at least two tasks"
+    told = ", ".join(facts.task(int(i)) for i in rows[:4])
+    return f"group {number} is torn apart: its tasks ({told}) do not stand side by side on one device"
