@@ -14,6 +14,8 @@
     a border carries tensors to the next stage         any value to any later stages, with any nesting
     scale_grads divides by n_microbatches              a mean loss is weighted by rows, a sum loss is summed
     _dump_csv of the actions of every rank             print(plan), plan.draw("plan.svg"), plan.simulate()
+    schedule._dump_csv(path, format="compute_only")    pipec.compile(net, schedule=pipec.torch_csv(path))
+    schedule._load_csv(path)                           plan.to_torch_csv(path)
 """
 
 from __future__ import annotations

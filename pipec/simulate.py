@@ -122,12 +122,12 @@ def run_clock(plan: Plan, duration: Floats, latency: float) -> tuple[Floats, Flo
 
 def _groups(plan: Plan, order: Sequence[int]) -> dict[int, list[int]]:
     """Overlap groups by the first of their tasks."""
-    numbers = plan.table.group
     found: dict[int, list[int]] = {}
-    if numbers.any():
+    if plan.table.group.any():
+        numbers = plan.table.group.tolist()
         for task in order:
             if numbers[task]:
-                found.setdefault(int(numbers[task]), []).append(task)
+                found.setdefault(numbers[task], []).append(task)
     return {tasks[0]: tasks for tasks in found.values()}
 
 

@@ -233,7 +233,8 @@ def index(made: list[Entry]) -> str:
         "",
         f"The schedules are drawn for {DEVICES} devices, {MICROBATCHES} microbatches, equal work, and free hand-overs. "
         "A whole backward takes",
-        "twice as long as a forward.",
+        "twice as long as a forward. A device's forward of one microbatch takes two units of time: one box, or where a",
+        "device has two chunks a light box of the first and a dark one of the second.",
         "",
         "`python viz/make.py` draws all of this again.",
         "",
