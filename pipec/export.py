@@ -88,8 +88,8 @@ def _tasks(plan: Plan) -> Iterator[str]:
         )
     if (table.kind == Kind.REDUCE).any():
         yield "it has REDUCE tasks, for which there is no word; its runtime does not add up shared parameters"
-    if table.version.any():
-        yield "its tasks read several versions of the weights; its runtime has one"
+    if plan.asynchronous or table.version.any():
+        yield f"schedule {plan.schedule!r} is asynchronous; its runtime has one version of the weights, and no updates"
     if plan.slices > 1:
         yield f"it cuts microbatches into {plan.slices} slices, for which there is no word"
     if plan.replicas > 1:

@@ -150,6 +150,8 @@ def test_graphs_and_tasks_that_have_no_word_are_refused_together() -> None:
     )
     with pytest.raises(pipec.PlanError, match="it has no backwards; its runtime runs one for every forward"):
         pipec.compile(pipec.chain(2), 2, forward_only=True).to_torch_csv()
+    with pytest.raises(pipec.PlanError, match="schedule 'pipedream' is asynchronous; its runtime has one version of"):
+        pipec.compile(pipec.chain(2), 2, 2, "pipedream", update="stage").to_torch_csv()
     aside = plans.pipeline([[-1], [0], [1]], losses=[1])
     with pytest.raises(pipec.PlanError, match=r"chunk 2 \('s2'\) has no backward, as no loss depends on it"):
         pipec.compile(aside, 3, 2).to_torch_csv()
