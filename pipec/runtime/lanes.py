@@ -42,12 +42,14 @@ class Turn:
         lane: 3 * device + lane; of a COPY the copy-out lane of its source.
         into: the copy-in lane of a COPY's target, else -1.
         waits: the tasks it waits for.
+        awaited: whether a task waits for it.
     """
 
     op: Op
     lane: int
     into: int
     waits: tuple[int, ...]
+    awaited: bool
 
 
 def lane_name(lane: int) -> str:
@@ -57,12 +59,12 @@ def lane_name(lane: int) -> str:
 
 def turns(plan: Plan, ops: Sequence[Sequence[Op]]) -> list[Turn]:
     """Every task of ``ops`` in the plan's one order, in which each comes after what it waits for."""
-    made = []
+    made, awaited = [], set(plan.waits.ids.tolist())
     for op in sorted((op for row in ops for op in row), key=lambda op: op.task):
         copy = op.kind is Kind.COPY
         lane = 3 * op.device + (Lane.OUT if copy else Lane.COMPUTE)
         into = 3 * op.route[1] + Lane.IN if copy else -1
-        made.append(Turn(op, lane, into, tuple(plan.waits.of(op.task).tolist())))
+        made.append(Turn(op, lane, into, tuple(plan.waits.of(op.task).tolist()), op.task in awaited))
     return made
 
 

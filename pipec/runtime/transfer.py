@@ -11,6 +11,7 @@ from torch import Tensor
 from pipec.runtime.borders import Packed, Parcel
 
 Copy = Callable[[Tensor], Tensor]
+Pairs = list[tuple[Tensor, Tensor]]  # (memory to write, what to write there)
 
 
 def copied(payload: Any, copy: Copy) -> Any:
@@ -41,20 +42,34 @@ def tensors(payload: Any) -> Iterator[Tensor]:
         yield from payload.tensors()
 
 
-@torch.no_grad()
 def duplicate(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A copy on ``device`` (by default the tensor's own) with the same strides, in memory of its own size.
+    """A copy on ``device`` (by default the tensor's own) with the same strides, in memory of its own size."""
+    where = tensor.device if device is None else device
+    if tensor.layout is not torch.strided:
+        return tensor.detach().to(where, copy=True, non_blocking=True)
+    pairs: Pairs = []
+    made = prepared(tensor, where, pairs)
+    fill(pairs)
+    return made
+
+
+def prepared(tensor: Tensor, device: torch.device, pairs: Pairs) -> Tensor:
+    """Memory for a copy of a strided tensor; what :func:`fill` is to write there is appended to ``pairs``.
 
     Strides stay because kernels that add up may do it in another order for another layout. An expanded tensor is
     copied once and expanded again. A tensor with gaps becomes dense: copying them would move memory nobody reads.
     """
-    where = tensor.device if device is None else device
-    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
-        return tensor.to(where, copy=True, non_blocking=True)
-    expanded = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[dim] > 1]
-    core = tensor
-    for dim in expanded:
-        core = core.narrow(dim, 0, 1)
-    made = torch.empty_like(core, device=where)  # dense tensors keep their strides
-    made.copy_(core, non_blocking=True)
-    return made.expand(tensor.shape) if expanded else made
+    core = tensor.detach()
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            core = core.narrow(dim, 0, 1)
+    made = torch.empty_like(core, device=device)  # dense tensors keep their strides
+    pairs.append((made, core))
+    return made if core.shape == tensor.shape else made.expand(tensor.shape)
+
+
+@torch.no_grad()
+def fill(pairs: Pairs) -> None:
+    """Write the tensors into the memory prepared for them; on a GPU the host does not wait."""
+    for made, core in pairs:
+        made.copy_(core, non_blocking=True)

@@ -1,0 +1,62 @@
+"""Streams and events of real devices: CUDA, and whatever else ``torch.accelerator`` speaks for."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Accelerator:
+    """:class:`pipec.runtime.stream_api.StreamApi` on the GPUs of this machine."""
+
+    def stream(self, device: torch.device, name: str) -> torch.Stream:
+        return torch.Stream(device=device)
+
+    def caller(self, device: torch.device) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        return stream.record_event()
+
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        stream.wait_event(event)
+
+    def on(self, *streams: torch.Stream, what: str) -> Current:
+        return Current(streams)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def synchronize(self, event: torch.Event) -> None:
+        event.synchronize()
+
+    def free(self, stream: torch.Stream, name: str, payload: list[Any]) -> None:
+        payload.clear()
+
+
+class Current:
+    """Makes streams current on their devices, and puts back the ones before and the current device."""
+
+    __slots__ = ("_before", "_device", "_streams")
+
+    def __init__(self, streams: tuple[torch.Stream, ...]) -> None:
+        self._streams = streams
+        self._before: list[torch.Stream] = []
+        self._device = -1
+
+    def __enter__(self) -> None:
+        current = torch.accelerator.current_stream
+        self._device = torch.accelerator.current_device_index()
+        for stream in self._streams:
+            self._before.append(current(stream.device))
+            torch.accelerator.set_stream(stream)  # makes its device the current one
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._before:
+            torch.accelerator.set_stream(self._before.pop())
+        torch.accelerator.set_device_index(self._device)

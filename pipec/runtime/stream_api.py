@@ -1,0 +1,153 @@
+"""The few calls that the stream backend makes of a device's runtime, and an implementation that writes them down.
+
+A backend for a kind of GPU is these calls and nothing else; which of them are made, on which stream and in which
+order, is decided in :mod:`pipec.runtime.stream_lanes` and proved on a CPU by the recorded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+Stream = Any
+Event = Any
+
+
+class StreamApi(Protocol):
+    """Streams of one kind of device."""
+
+    def stream(self, device: torch.device, name: str) -> Stream:
+        """A new in-order queue of ``device``."""
+
+    def caller(self, device: torch.device) -> Stream:
+        """The stream of ``device`` that the calling thread uses outside pipec."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event that has happened when all work queued on ``stream`` so far has ended."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Work queued on ``stream`` from now on starts after ``event``; the host does not wait."""
+
+    def on(self, *streams: Stream, what: str) -> AbstractContextManager[Any]:
+        """Queue work on these streams, each current on its device, the last one's device current; then as before.
+
+        ``what`` says for the record which work.
+        """
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy of a host tensor in memory from which the device can copy by itself."""
+
+    def synchronize(self, event: Event) -> None:
+        """Let the host wait for an event."""
+
+    def free(self, stream: Stream, name: str, payload: list[Any]) -> None:
+        """Drop the references in ``payload``: memory of ``stream``'s pool, which may give it to the next that asks."""
+
+
+@frozen
+class Call:
+    """One recorded call.
+
+    Attributes:
+        kind: "run", "record", "wait" or "free".
+        stream: the stream it concerns; of a copy the one that does it.
+        what: the work, the event, or the memory.
+        others: further streams that are current on their devices.
+        device: the current device while it ran.
+    """
+
+    kind: str
+    stream: str
+    what: str
+    others: tuple[str, ...] = ()
+    device: str = ""
+
+    def __str__(self) -> str:
+        beside = f" (with {', '.join(self.others)})" if self.others else ""
+        verb = {"run": "runs", "record": "records", "wait": "waits for", "free": "takes back"}[self.kind]
+        return f"{self.stream:<12} {verb} {self.what}{beside}"
+
+
+@frozen(eq=False)
+class RecordedStream:
+    """A name on a device."""
+
+    device: torch.device
+    name: str
+
+
+class Recorder:
+    """Runs everything at once on the CPU, and keeps the calls in order.
+
+    Attributes:
+        calls: what was called so far.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._events = 0
+        self._current: list[RecordedStream] = []
+        self._callers: dict[torch.device, RecordedStream] = {}
+
+    def stream(self, device: torch.device, name: str) -> RecordedStream:
+        return RecordedStream(device, name)
+
+    def caller(self, device: torch.device) -> RecordedStream:
+        return self._callers.setdefault(device, RecordedStream(device, f"caller {device}"))
+
+    def record(self, stream: RecordedStream) -> str:
+        self._events += 1
+        self._note("record", stream, f"e{self._events}")
+        return f"e{self._events}"
+
+    def wait(self, stream: RecordedStream, event: str) -> None:
+        self._note("wait", stream, event)
+
+    @contextmanager
+    def on(self, *streams: RecordedStream, what: str) -> Iterator[None]:
+        *others, last = streams
+        self._current.append(last)
+        self._note("run", last, what, tuple(other.name for other in others))
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def synchronize(self, event: str) -> None:
+        self.calls.append(Call("wait", "host", event))
+
+    def free(self, stream: RecordedStream, name: str, payload: list[Any]) -> None:
+        self._note("free", stream, name)
+        payload.clear()
+
+    def _note(self, kind: str, stream: RecordedStream, what: str, others: tuple[str, ...] = ()) -> None:
+        device = str(self._current[-1].device) if self._current else ""
+        self.calls.append(Call(kind, stream.name, what, others, device))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.calls))
+
+
+@frozen(eq=False)
+class Held:
+    """Memory that its pool takes back later.
+
+    Attributes:
+        name: for the record.
+        payload: the references, in a list that is emptied.
+        event: after the last work that uses it.
+        turn: how many works its lane had been given when it became free.
+    """
+
+    name: str
+    payload: list[Any] = field(eq=False)
+    event: Event
+    turn: int

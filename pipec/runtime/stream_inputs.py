@@ -1,0 +1,85 @@
+"""Inputs on their way to the devices that read them: pinned on the host, copied by the copy-in stream in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pipec.ir import Kind, Lane
+from pipec.runtime.executor import Device
+from pipec.runtime.program import Op
+from pipec.runtime.stream_api import Event, StreamApi
+from pipec.runtime.transfer import copied, duplicate, tensors
+
+if TYPE_CHECKING:
+    from pipec.runtime.stream_lanes import StreamLane
+
+
+class Inputs:
+    """Gives every device the microbatches of the inputs that its stages read, in its own memory.
+
+    What is on the device already is used as it is. From memory of the host that is not pinned a pinned copy is made
+    first, so that the host need not wait while the device copies; memory that the user has pinned is read in place, and
+    the host waits at the end of the step until that is done, so that the user may write into it again.
+    """
+
+    def __init__(self, api: StreamApi, lanes: Sequence[StreamLane]) -> None:
+        self._api, self._lanes = api, lanes
+        self._events: dict[tuple[int, int], Event] = {}
+        self._users = False  # whether memory that the user has pinned is being read
+        self._last: Event | None = None
+
+    def send(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]]) -> None:
+        """Queue the copies of all microbatches, first ones first."""
+        for device, row in zip(devices, ops, strict=True):
+            stages = {op.stage for op in row if op.kind is Kind.FORWARD}
+            wanted = sorted({index for stage in stages for index in device.stages[stage].inputs})
+            if wanted:
+                self._send(device, wanted)
+
+    def _send(self, device: Device, wanted: list[int]) -> None:
+        lane = self._lanes[3 * device.index + Lane.IN]
+        given = device.step.inputs
+        device.inputs = [list(column) for column in given]
+        sent: dict[int, Any] = {}  # an input that is the same for all microbatches goes once
+        last: Event | None = None
+        for microbatch in range(device.step.batch.microbatches):
+            before = len(sent)
+            for index in wanted:
+                packet = given[index][microbatch]
+                if all(tensor.device == lane.device for tensor in tensors(packet)):
+                    continue
+                if id(packet) not in sent:
+                    with self._api.on(lane.stream, what=f"input {index}[{microbatch}] for {device.index}"):
+                        sent[id(packet)] = copied(packet, lambda tensor: self._copy(tensor, lane))
+                device.inputs[index][microbatch] = sent[id(packet)]
+            if len(sent) > before:
+                lane.used = True
+                last = self._last = self._api.record(lane.stream)
+            if last is not None:
+                self._events[device.index, microbatch] = last
+
+    def _copy(self, tensor: Tensor, lane: StreamLane) -> Tensor:
+        if tensor.device.type == "cpu":
+            if tensor.is_pinned():
+                self._users = True
+            else:
+                tensor = self._api.pin(tensor)
+        return duplicate(tensor, lane.device)
+
+    def arrived(self, device: int, microbatch: int) -> list[Event]:
+        """What the first task of a device that reads inputs of this microbatch has to wait for."""
+        event = self._events.pop((device, microbatch), None)
+        return [] if event is None else [event]
+
+    def forget(self, devices: Sequence[Device]) -> None:
+        """At the end of a part of a step: its copies go when nothing reads them any more."""
+        self._events.clear()
+        if self._users:
+            self._api.synchronize(self._last)
+            self._users = False
+        for device in devices:
+            if device.inputs is not device.step.inputs:
+                device.inputs = []

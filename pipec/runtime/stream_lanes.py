@@ -1,0 +1,250 @@
+"""Lanes as streams: the calling thread queues every task on its device's streams, in the plan's one order.
+
+Per logical device there are three streams: compute, copy out, copy in. A wait of the plan is an event that one stream
+records and another waits for; the host waits for nothing. One thread queues for all devices: Python holds its lock
+while it launches, so more threads would take turns, not save time, and in the plan's order an event is always recorded
+before anybody waits for it.
+
+Memory. PyTorch's allocator keeps a pool per stream: what is freed may be given at once to the next who asks on the
+same stream, as its work comes later there. It knows nothing of other streams. So all that stages see, values,
+gradients and what autograd saves, belongs to the pool of the compute stream:
+
+* A value that a copy reads is dropped after the compute stream has waited for the copy. Where the plan frees it in a
+  reader's task, that task waits (the plan says so). Where the copy itself is last, the value is held until the task
+  after the next one, so that the next one runs beside the copy.
+* A copy arrives in memory of the copy-in stream. The first task that needs it takes it over into the compute stream's
+  own memory, a copy on the device; then the copy-in stream waits for that, one copy later, and has its memory back.
+
+So every reference is dropped when its pool's stream has waited for all that use it, whatever stages keep or hand on,
+and ``record_stream`` is not needed.
+
+Around a part of a step, streams wait for the caller's stream of their device, and the caller's stream waits for them:
+what the caller queued before is done when a task starts, and results can be used on the caller's stream as they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, cast
+
+import torch
+
+from pipec.errors import RaceError, RunError
+from pipec.ir import Kind, Lane, Plan
+from pipec.runtime.channels import Channels
+from pipec.runtime.executor import Device
+from pipec.runtime.failure import Failure
+from pipec.runtime.lanes import Turn, Turns
+from pipec.runtime.program import Op, Route
+from pipec.runtime.stream_api import Event, Held, StreamApi
+from pipec.runtime.stream_inputs import Inputs
+from pipec.runtime.transfer import copied, duplicate, fill, prepared, tensors
+
+LAG = 1  # works of a lane that may start before memory is taken back, so that its stream seldom stands
+
+
+class StreamLane:
+    """One stream, and the memory of its pool that others still use."""
+
+    def __init__(self, api: StreamApi, device: torch.device, name: str) -> None:
+        self.api, self.device, self.name = api, device, name
+        self.stream = api.stream(device, name)
+        self.turn = 0
+        self.held: deque[Held] = deque()
+        self.used = False  # in this part of the step
+
+    def begin(self) -> None:
+        """Before the next work: take back the memory that is due, after whoever uses it."""
+        self.turn += 1
+        self.used = True
+        while self.held and self.held[0].turn + LAG < self.turn:
+            held = self.held.popleft()
+            self.api.wait(self.stream, held.event)
+            self.api.free(self.stream, held.name, held.payload)
+
+    def hold(self, name: str, payload: Any, event: Event) -> None:
+        """Keep memory of this pool until the stream has waited for ``event``."""
+        self.held.append(Held(name, [payload], event, self.turn))
+
+    def after(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.api.wait(self.stream, event)
+
+    def end(self) -> Event:
+        """The event after all that was queued."""
+        self.used = False
+        return self.api.record(self.stream)
+
+
+class StreamLanes:
+    """The backend for devices with streams."""
+
+    def __init__(self, api: StreamApi, devices: Sequence[torch.device]) -> None:
+        """``devices``: per logical device the real one; several may share one."""
+        self.api, self.devices = api, list(devices)
+        self.lanes: list[StreamLane] = [
+            StreamLane(api, device, f"{('compute', 'out', 'in')[lane]} {number}")
+            for number, device in enumerate(self.devices) for lane in Lane
+        ]
+        self._turns = Turns()
+        self._ends: list[Event | None] = [None] * len(self.devices)
+        self._inputs = Inputs(api, self.lanes)
+
+    def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
+        """Queue all tasks, or up to the first that raises. Returns when they are queued, not when they have run."""
+        streams = cast(StreamChannels, channels)  # as made by channels()
+        torch.clear_autocast_cache()  # casts of weights belong to one stream, and weights may have changed
+        plan = devices[0].step.plan
+        part = _Part(self, plan, devices, streams)
+        failure: Failure | None = None
+        self._enter()
+        try:
+            self._inputs.send(devices, ops)
+            for turn in self._turns.of(plan, ops):
+                part.at = turn.op
+                (part.compute if turn.into < 0 else part.copy)(turn)
+        except BaseException as error:
+            failure = Failure(part.at, error)
+        try:
+            self._leave()
+            self._inputs.forget(devices)
+            torch.clear_autocast_cache()
+        except Exception:  # a device that is lost after an error: what happened first matters
+            if failure is None:
+                raise
+        try:
+            return failure
+        finally:
+            del failure, part  # this frame is in the failure's traceback: a cycle
+
+    def _enter(self) -> None:
+        """Every stream waits for what the caller queued, and for the end of the part before, on any stream."""
+        api = self.api
+        before = {device: api.record(api.caller(device)) for device in dict.fromkeys(self.devices)}
+        for number, lane in enumerate(self.lanes):
+            api.wait(lane.stream, before[lane.device])
+            end = self._ends[number // 3]
+            if number % 3 != Lane.COMPUTE and end is not None:
+                api.wait(lane.stream, end)
+
+    def _leave(self) -> None:
+        """The caller's streams wait for all lanes; then all memory that was held goes back."""
+        for number, device in enumerate(self.devices):
+            compute, *copies = self.lanes[3 * number : 3 * number + 3]
+            compute.after([lane.end() for lane in copies if lane.used])
+            self._ends[number] = compute.end()
+            self.api.wait(self.api.caller(device), self._ends[number])
+        for lane in self.lanes:
+            for held in lane.held:
+                self.api.free(lane.stream, held.name, held.payload)
+            lane.held.clear()
+
+    def channels(self, routes: tuple[Route, ...]) -> Channels | None:
+        return StreamChannels(routes, self)
+
+    def close(self) -> None:
+        """Nothing to close: streams belong to the process."""
+
+
+class _Part:
+    """A part of a step that is being queued."""
+
+    def __init__(
+        self, backend: StreamLanes, plan: Plan, devices: Sequence[Device], channels: StreamChannels
+    ) -> None:
+        self.api, self.lanes, self.inputs = backend.api, backend.lanes, backend._inputs
+        self.plan, self.devices, self.channels = plan, devices, channels
+        self.events: dict[int, Event] = {}
+        self.at: Op | None = None
+
+    def compute(self, turn: Turn) -> None:
+        """Any task but a COPY."""
+        op, lane, device = turn.op, self.lanes[turn.lane], self.devices[turn.op.device]
+        token = str(self.plan.table.task(op.task))
+        lane.begin()
+        lane.after([self.events[task] for task in turn.waits if task in self.events])
+        if op.kind in (Kind.FORWARD, Kind.RECOMPUTE) and device.stages[op.stage].inputs:
+            lane.after(self.inputs.arrived(op.device, op.microbatch))
+        names = [
+            name for route, count in op.receives for name in self.channels.next(route, count - device.received[route])
+        ]
+        if names:
+            self._take_over(lane, device, op, names)
+        with self.api.on(lane.stream, what=token):
+            device.run((op,))
+        if turn.awaited:
+            self.events[op.task] = self.api.record(lane.stream)
+
+    def _take_over(self, lane: StreamLane, device: Device, op: Op, names: list[str]) -> None:
+        """What has arrived becomes the compute stream's own; the copy-in stream has its memory back after that."""
+        with self.api.on(lane.stream, what="takes over " + ", ".join(names)):
+            for route, count in op.receives:
+                device.receive(route, count)
+        done = self.api.record(lane.stream)
+        for name, payload in self.channels.taken_over():
+            self.lanes[3 * op.device + Lane.IN].hold(name, payload, done)
+
+    def copy(self, turn: Turn) -> None:
+        """A COPY: at the head of two lanes, done by the copy-out stream."""
+        op, out, into = turn.op, self.lanes[turn.lane], self.lanes[turn.into]
+        device = self.devices[op.device]
+        into.begin()
+        out.begin()
+        out.after([self.events[task] for task in turn.waits if task in self.events])
+        payload = device.store[op.source]
+        self.channels.now = str(self.plan.table.task(op.task)), out, into
+        device.run((op,))
+        done = self.api.record(out.stream)
+        into.after([done])
+        self.events[op.task] = done
+        if op.frees:
+            self.lanes[3 * op.device + Lane.COMPUTE].hold(f"{self.channels.now[0]} sent", payload, done)
+
+
+class StreamChannels(Channels):
+    """Values between devices: each is queued by the copy-out stream into memory of the copy-in stream."""
+
+    def __init__(self, routes: tuple[Route, ...], backend: StreamLanes) -> None:
+        super().__init__(routes)
+        self._api = backend.api
+        self.now: tuple[str, StreamLane, StreamLane]
+        self._arrived: dict[Route, deque[tuple[int, str, Any]]] = {route: deque() for route in routes}
+        self._taken: list[tuple[str, Any]] = []
+
+    def send(self, route: Route, slot: int, payload: Any) -> None:
+        name, out, into = self.now
+        for tensor in tensors(payload):
+            if tensor.layout is not torch.strided:
+                raise RunError(f"{name}: a tensor of layout {tensor.layout} cannot go to another device; make it dense")
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with self._api.on(into.stream, what=f"memory for {name}"):
+            made = copied(payload, lambda tensor: prepared(tensor, into.device, pairs))
+        out.after([self._api.record(into.stream)])
+        with self._api.on(into.stream, out.stream, what=name):
+            fill(pairs)
+        self._arrived[route].append((slot, name, made))
+
+    def next(self, route: Route, count: int) -> list[str]:
+        """The names of the next ``count`` copies of a route; fewer if they were not queued yet."""
+        return [name for _, name, _ in islice(self._arrived[route], max(count, 0))]
+
+    def receive(self, route: Route) -> tuple[int, Any]:
+        """What was queued next for this device, in memory of the current stream.
+
+        Raises:
+            RaceError: nothing was, so the receiver does not wait for the copy.
+        """
+        if not self._arrived[route]:
+            raise RaceError(
+                f"a task of device {route[1]} reads what device {route[0]} has not sent; the plan lacks a wait"
+            )
+        slot, name, payload = self._arrived[route].popleft()
+        self._taken.append((f"{name} arrived", payload))
+        return slot, copied(payload, duplicate)
+
+    def taken_over(self) -> list[tuple[str, Any]]:
+        """What was received since the last call, still in the memory in which it arrived."""
+        taken, self._taken = self._taken, []
+        return taken
