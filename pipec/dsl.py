@@ -219,7 +219,8 @@ class Pipeline:
             return
         known = [i.name for i in self._inputs]
         for name, parameter in _parameters(count):
-            if parameter.kind is not parameter.VAR_KEYWORD and name not in known:
+            bound = name in known or parameter.default is not parameter.empty
+            if parameter.kind is not parameter.VAR_KEYWORD and not bound:
                 self._problem(f"{what}: count takes {name!r}, which is no input; the inputs are {', '.join(known)}")
 
     def _unread(self) -> list[Problem]:

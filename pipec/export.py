@@ -17,6 +17,7 @@ import numpy as np
 
 from pipec.errors import PlanError, Problem, raise_all
 from pipec.ir import BACKWARDS, Kind, Lane, Plan
+from pipec.paths import write_text
 from pipec.schedules.torch_rows import OVERLAP
 
 ORDERED = (Kind.FORWARD, *BACKWARDS)
@@ -40,7 +41,7 @@ def to_torch_csv(plan: Plan, path: str | Path | None = None) -> str:
     raise_all(what, [Problem(text) for text in faults], PlanError, most=MOST)
     text = "".join(f"{row}\n" for row in rows)
     if path is not None:
-        Path(path).write_text(text, encoding="utf-8", newline="")
+        write_text(path, text, PlanError)
     return text
 
 

@@ -13,7 +13,9 @@ from attrs import asdict
 from pipec.costs import Costs
 from pipec.errors import PlanError, SpecError
 from pipec.ir import BUFFER_COLUMNS, TABLE_COLUMNS, Buffers, Chunk, Column, Lane, Lanes, Plan, Table, Waits
+from pipec.paths import read_text, write_text
 from pipec.spec import Graph, InputInfo, StageInfo, ValueInfo
+from pipec.verify.form import check_form
 
 FORMAT = 1
 PLAIN = ("devices", "microbatches", "schedule", "recompute", "update", "replicas", "slices", "update_early")
@@ -40,7 +42,7 @@ def from_dict(given: Any) -> Plan:
     """The plan that :func:`to_dict` wrote.
 
     Raises:
-        PlanError: it is no plan, or one of another format, naming what cannot be read.
+        PlanError: it is no plan, or one of another format, naming what cannot be read or does not exist.
     """
     if not isinstance(given, dict) or given.get("format") != FORMAT:
         raise PlanError(f"this is no plan of format {FORMAT}")
@@ -54,7 +56,7 @@ def from_dict(given: Any) -> Plan:
         costs = None if at["costs"].value is None else Costs(**at["costs"].all(dict))
     except (TypeError, SpecError, AttributeError) as error:
         raise PlanError(f"the saved plan's costs cannot be read: {error}") from None
-    return Plan(
+    plan = Plan(
         Graph(
             graph["name"].all(str),
             graph["stages"].each(lambda s: StageInfo(
@@ -77,6 +79,8 @@ def from_dict(given: Any) -> Plan:
         minibatches=at["minibatches"].whole(1) if "minibatches" in given else 1,
         weights=at["weights"].all(str) if "weights" in given else "",
     )
+    check_form(plan)
+    return plan
 
 
 def _lanes(at: _At) -> Lanes:
@@ -125,14 +129,15 @@ class _At:
 
 
 def save(plan: Plan, path: str | Path) -> None:
-    """Write a plan as JSON."""
-    Path(path).write_text(json.dumps(to_dict(plan)), encoding="utf-8")
+    """Write a plan as JSON. Raises PlanError when that fails."""
+    write_text(path, json.dumps(to_dict(plan)), PlanError)
 
 
 def load(path: str | Path) -> Plan:
-    """Read a plan that :func:`save` wrote. Raises PlanError when the file holds none."""
+    """Read a plan that :func:`save` wrote. Raises PlanError when the file is not there or holds none."""
+    text = read_text(path, PlanError)
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is no JSON: {error}") from None
     return from_dict(given)

@@ -7,6 +7,7 @@ topological order: what a task waits for has a smaller id, and each lane is asce
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, overload
@@ -232,6 +233,25 @@ class Plan:
         from pipec.rules import update_every
 
         return update_every(self.table, self.microbatches)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle. A schedule that cannot be pickled (a lambda) is left out, as in a saved plan."""
+        state = {item.name: getattr(self, item.name) for item in fields(Plan)}
+        try:
+            pickle.dumps(self.recipe)
+        except Exception:  # whatever a user's object raises
+            state["recipe"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Plan:
+        return self  # nothing in it can change
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
 
     @property
     def training(self) -> bool:

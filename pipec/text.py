@@ -25,6 +25,7 @@ from pipec.ir import (
 )
 from pipec.passes.draft import to_csr
 from pipec.spec import Graph, InputInfo, StageInfo, ValueInfo
+from pipec.verify.form import check_form
 
 
 def quote(name: str) -> str:
@@ -116,8 +117,10 @@ def parse_plan(text: str) -> Plan:
     """Read the text of a plan back.
 
     Raises:
-        PlanError: naming the first line that cannot be read.
+        PlanError: naming the first line that cannot be read, or every number that names nothing.
     """
+    if not isinstance(text, str):
+        raise PlanError(f"expected the text of a plan, got {type(text).__name__}")
     lines = [line for line in text.splitlines() if line.strip()]
     head = _HEAD.fullmatch(lines[0].strip()) if lines else None
     if head is None:
@@ -130,13 +133,15 @@ def parse_plan(text: str) -> Plan:
         except (ValueError, KeyError) as error:
             raise PlanError(f"cannot read the plan's line {line.strip()!r}: {error}") from None
     try:
-        return body.plan(_unquote(head["name"]), options)
+        plan = body.plan(_unquote(head["name"]), options)
     except KeyError as error:
         raise PlanError(f"the plan's text lacks {error}") from None
     except OverflowError:
         raise PlanError("the plan's text holds a number that is too large") from None
     except ValueError as error:
         raise PlanError(f"cannot read the plan's first line: {error}") from None
+    check_form(plan)
+    return plan
 
 
 def _unquote(text: str) -> str:

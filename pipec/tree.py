@@ -2,17 +2,21 @@
 
 Leaves are everything that is not a tuple, list, dict, named tuple, dataclass or a container type registered
 with ``torch.utils._pytree``; ``None`` is a leaf. Unlike the general pytree of torch, dataclasses are containers
-without registration, and a lone tensor costs one type check.
+without registration, attributes that a script adds to a dataclass, a named tuple or its own kind of dict are children
+too, and a lone tensor costs one type check.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
 from torch.utils import _pytree as torch_pytree
+
+from pipec.errors import PipecError
 
 Path = tuple[Any, ...]
 
@@ -42,22 +46,38 @@ def _children(value: Any) -> tuple[Any, Any, list[Any]] | None:
     if kind is dict:
         return dict, tuple(value), list(value.values())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind, None, list(value)
+        more = getattr(value, "__dict__", None)
+        return ("named", (kind, tuple(more)), [*value, *more.values()]) if more else (kind, None, list(value))
     if kind in torch_pytree.SUPPORTED_NODES:
         children, context = torch_pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         return "registered", (kind, context), list(children)
     if isinstance(value, dict):
-        return "dict", kind, [tuple(value), list(value.values())]
+        more = dict(getattr(value, "__dict__", {}))
+        if isinstance(value, defaultdict):
+            more["default_factory"] = value.default_factory
+        return "dict", (kind, tuple(more), tuple(value)), [*more.values(), *value.values()]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(f.name for f in dataclasses.fields(value))
-        return "dataclass", (kind, names), [getattr(value, name) for name in names]
+        names = [f.name for f in dataclasses.fields(value)]
+        names += [name for name in getattr(value, "__dict__", ()) if name not in names]
+        names = [name for name in names if hasattr(value, name)]  # a field may be declared and never set
+        return "dataclass", (kind, tuple(names)), [getattr(value, name) for name in names]
     return None
 
 
 def flatten(value: Any) -> tuple[list[Any], Layout]:
-    """All leaves of ``value`` from left to right, and the layout that rebuilds it."""
+    """All leaves of ``value`` from left to right, and the layout that rebuilds it.
+
+    Raises:
+        PipecError: a container holds itself, or is nested too deep for Python.
+    """
     leaves: list[Any] = []
-    return leaves, _flatten(value, leaves)
+    try:
+        return leaves, _flatten(value, leaves)
+    except RecursionError:
+        raise PipecError(
+            f"a {type(value).__name__} holds itself, or is nested too deep to be taken apart into its tensors; hand "
+            "over the parts that are needed"
+        ) from None
 
 
 def _flatten(value: Any, leaves: list[Any]) -> Layout:
@@ -66,9 +86,6 @@ def _flatten(value: Any, leaves: list[Any]) -> Layout:
         leaves.append(value)
         return LEAF
     kind, meta, children = found
-    if kind == "dict":  # a subclass of dict: keys are kept beside the values
-        keys, children = children
-        meta = (meta, keys)
     return Layout(kind, meta, tuple(_flatten(child, leaves) for child in children))
 
 
@@ -86,9 +103,19 @@ def _unflatten(layout: Layout, leaves: Any) -> Any:
         return kind(items)
     if kind is dict:
         return dict(zip(meta, items, strict=True))
-    if kind == "dict":
-        cls, keys = meta
-        return cls(dict(zip(keys, items, strict=True)))  # of a mapping: a Counter would count pairs
+    if kind == "dict":  # as pickle does it: no __init__, attributes first
+        cls, names, keys = meta
+        made = cls.__new__(cls)
+        for name, item in zip(names, items, strict=False):
+            object.__setattr__(made, name, item)
+        for key, item in zip(keys, items[len(names) :], strict=True):
+            made[key] = item
+        return made
+    if kind == "named":
+        cls, names = meta
+        made = cls._make(items[: -len(names)])
+        made.__dict__.update(zip(names, items[-len(names) :], strict=True))
+        return made
     if kind == "dataclass":
         cls, names = meta
         made = object.__new__(cls)
@@ -98,7 +125,7 @@ def _unflatten(layout: Layout, leaves: Any) -> Any:
     if kind == "registered":
         cls, context = meta
         return torch_pytree.SUPPORTED_NODES[cls].unflatten_fn(items, context)
-    return kind(*items)
+    return kind._make(items)  # a named tuple
 
 
 def tree_map(fn: Callable[[Any], Any], value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,16 @@ from pipec.tree import flatten, show_path
 
 if TYPE_CHECKING:
     from pipec.dsl import Pipeline
+
+
+def unpacked_into(frame: Any) -> int | None:
+    """How many names the running line of ``frame`` unpacks into; None where it does something else.
+
+    Python asks an iterator for one item after another and then raises its own error about their number, before the
+    problems of a pipeline are told. So the number is read from the instruction that asks.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return int(code[at + 1]) if 0 <= at < len(code) - 1 and code[at] == dis.opmap["UNPACK_SEQUENCE"] else None
 
 
 @frozen(eq=False)
@@ -42,9 +54,16 @@ class Value(NoTensor):
         return Value(self.pipeline, Ref(self.ref.source, self.ref.index, (*self.ref.path, key)))
 
     def __iter__(self) -> Iterator[Value]:
+        names = unpacked_into(sys._getframe(1))
         if self.outputs is None:
-            self.pipeline._problem(f"{self} is unpacked: declare the stage with outputs=n to unpack its result")
-            return iter((self, self))
+            told = f"outputs={names}" if names else "outputs=n"
+            self.pipeline._problem(f"{self} is unpacked: declare the stage with {told} to unpack its result")
+            return iter((self,) * (names or 2))
+        if names is not None and names != self.outputs:
+            self.pipeline._problem(
+                f"{self} is unpacked into {names} names, but the stage was declared with outputs={self.outputs}"
+            )
+            return iter((self,) * names)
         return (self[index] for index in range(self.outputs))
 
     def __len__(self) -> int:

@@ -201,7 +201,7 @@ def test_unpacking_needs_the_number_of_outputs() -> None:
     net, x, _ = started()
     left, right = net.stage("pair", None, x)
     net.output(left)
-    assert only(net) == "pair is unpacked: declare the stage with outputs=n to unpack its result"
+    assert only(net) == "pair is unpacked: declare the stage with outputs=2 to unpack its result"
     assert right is not None
     net, x, _ = started()
     pair = net.stage("pair", None, x, outputs=2)

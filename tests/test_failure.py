@@ -269,7 +269,7 @@ def test_a_failing_update_names_the_stages_that_were_updated(backend: str, broke
         with pytest.raises(ArithmeticError) as caught:
             run.step(**models.data())
         changed = [f"s{n // 2}" for n, p in enumerate(parameters(net)) if n % 2 == 0 and not torch.equal(p, before[n])]
-        assert f"stage 's{broken}', microbatch 0, UPDATE" in notes(caught.value)
+        assert f"raised in stage 's{broken}', UPDATE ({broken}U0)" in notes(caught.value)
         assert set(gradients(net)) == {None}
         if changed:
             assert f"updated before: {', '.join(changed)}" in notes(caught.value)

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pipec.errors import RenderError
+from pipec.paths import file_path
 from pipec.render.program import run_program
 
 SUFFIXES = (".svg", ".png", ".pdf", ".dot", ".gv")
@@ -77,7 +78,7 @@ class Picture:
         Raises:
             RenderError: an unknown suffix, a folder that is not there, or what :meth:`svg` raises.
         """
-        path = Path(path)
+        path = file_path(path, RenderError)
         if not path.suffix:
             path = path.with_name(path.name + ".svg")
         kind = path.suffix.lower()

@@ -19,6 +19,7 @@ from attrs import field, frozen
 
 from pipec.errors import RenderError
 from pipec.ir import Kind, Lane, Plan, Task
+from pipec.paths import file_path
 from pipec.render.arrows import readers_of_copies
 from pipec.timeline import Timeline
 
@@ -90,16 +91,16 @@ def write_trace(
     """
     given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     processes = _processes(given, names, unit)
-    path = Path(path)
+    target = file_path(path, RenderError)
     try:
-        with path.open("wb") as file:
-            if path.suffix.lower() == ".gz":
+        with target.open("wb") as file:
+            if target.suffix.lower() == ".gz":
                 with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:  # no name, no date: equal runs, equal bytes
                     packed.writelines(_text(processes))
             else:
                 file.writelines(_text(processes))
     except OSError as error:
-        raise RenderError(f"cannot write {path}: {error.strerror or error}") from None
+        raise RenderError(f"cannot write {target}: {error.strerror or error}") from None
 
 
 def time_unit(name: str) -> str | None:

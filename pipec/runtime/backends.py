@@ -213,8 +213,7 @@ def _first(
     """What failed first. Empties the lists: frames in the exceptions' own tracebacks hold them, a cycle."""
     failures = interrupt[:1]
     failures += [
-        Failure(devices[index].at, error) for index, error in reports
-        if error is not None and not isinstance(error, Stopped)
+        Failure(devices[index].at, error) for index, error in reports if error is not None
     ]
     reports.clear()
     interrupt.clear()
@@ -239,8 +238,9 @@ class _Job:
             self.variables.run(self._run)
             reports.append((self.device.index, None))
         except BaseException as error:
+            told = isinstance(error, Stopped) and self.device.channels.stopped  # another device failed before
             self.device.channels.stop()
-            reports.append((self.device.index, error))
+            reports.append((self.device.index, None if told else error))
         wake.put(None)
 
     def _run(self) -> None:

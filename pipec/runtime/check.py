@@ -59,8 +59,8 @@ def check(
 
     Args:
         batch: the minibatch by input name.
-        plan: the plan to check; by default compiled from ``options`` as for :func:`pipec.compile`, for one device or
-            for those that the stages carry.
+        plan: the plan to check; by default compiled from ``options`` as for :func:`pipec.compile`, with 4
+            microbatches for 2 devices, or for those that the stages carry or the schedule says.
         backend: as for Runner.
 
     Returns:
@@ -73,8 +73,12 @@ def check(
         names = ", ".join(f"{item.name!r}: ..." for item in pipeline.spec.inputs)
         raise RunError(f"check: the batch is a mapping by input name, {{{names}}}; got {type(batch).__name__}")
     if plan is None:
-        devices = 1 + max((stage.device for stage in pipeline.spec.stages if stage.device is not None), default=0)
-        plan = compile_plan(pipeline, **({"devices": devices} | options))
+        stages, schedule = pipeline.spec.stages, options.get("schedule")
+        carried = [stage.device for stage in stages if stage.device is not None]
+        devices = 1 + max(carried) if carried else min(2, len(stages))
+        usual: dict[str, Any] = {"devices": devices, "microbatches": 4}
+        written = [name for name in usual if getattr(schedule, name, None) is not None]
+        plan = compile_plan(pipeline, **({name: n for name, n in usual.items() if name not in written} | options))
     mine, theirs = Record(), Record()
     with Runner(pipeline, plan, backend=backend) as run:
         run.probe = _recorder(mine)

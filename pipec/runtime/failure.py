@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from pipec.errors import RankError
+from pipec.ir import Kind
 from pipec.runtime.program import Op
 from pipec.runtime.shared import SharedBuffers
 from pipec.runtime.stages import Stage
@@ -26,18 +27,20 @@ class Failure:
 
 
 def describe(graph: Graph, op: Op | None) -> str:
-    """``stage 'enc1', microbatch 3, FORWARD (0F3) on device 0``."""
+    """``stage 'enc1', microbatch 3, FORWARD (0F3) on device 0``; an UPDATE belongs to no microbatch."""
     if op is None:
-        return "between two tasks"
+        return "outside of any task"
     stage = f"stage {graph.stages[op.stage].name!r}, " if op.stage >= 0 else ""
+    part = "" if op.kind in (Kind.UPDATE, Kind.REDUCE) else f"microbatch {op.microbatch}, "
     token = f"{op.stage if op.stage >= 0 else ''}{op.kind.letter}{op.microbatch}"
-    return f"{stage}microbatch {op.microbatch}, {op.kind.name} ({token}) on device {op.device}"
+    return f"{stage}{part}{op.kind.name} ({token}) on device {op.device}"
 
 
 def annotate(failure: Failure, graph: Graph, updated: Sequence[str] = ()) -> BaseException:
     """The original exception with notes that say where it happened (``__notes__``, shown since Python 3.11)."""
     if not isinstance(failure.error, RankError):  # which says itself where
-        note(failure.error, f"pipec: raised in {describe(graph, failure.op)}")
+        where = describe(graph, failure.op)
+        note(failure.error, f"pipec: raised {'in ' if failure.op is not None else ''}{where}")
     for other in failure.others:
         note(failure.error, f"pipec: {describe(graph, other.op)} failed as well: {told(other.error)}")
     if updated:

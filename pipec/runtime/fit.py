@@ -14,7 +14,7 @@ BACKENDS = ("auto", "threads", "replay", "lanes", "adversarial", "distributed")
 
 
 def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: Any) -> None:
-    """Raise RunError when they do not."""
+    """Raise RunError when they do not, PlanError when the plan breaks an invariant."""
     if isinstance(pipeline, Plan) or not isinstance(plan, Plan):
         swapped = "; swap them" if isinstance(pipeline, Plan) and hasattr(plan, "spec") else ""
         raise RunError(f"Runner(pipeline, plan): got {type(pipeline).__name__} and {type(plan).__name__}{swapped}")
@@ -37,6 +37,7 @@ def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: 
             raise RunError(f"this version runs on CPU devices; got {', '.join(other)}")
     if isinstance(backend, str) and backend not in BACKENDS:
         raise RunError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
+    plan.verify()  # it may come from a file or an edited text, and a wrong order would wait for ever
 
 
 def _difference(mine: Any, theirs: Any) -> str:

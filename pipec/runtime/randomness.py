@@ -31,7 +31,9 @@ import threading
 import weakref
 from contextlib import ExitStack
 from enum import IntEnum
+from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
@@ -255,6 +257,10 @@ class Streams:
         if not self._release.alive:
             raise RunError("a task was started after its run was closed; keep the run open while steps run")
         return Stream((seed, step, stage, microbatch, purpose), self.with_mode)
+
+    def __reduce__(self) -> Any:
+        """A copy is a user of the kernels of its own."""
+        return partial(Streams, with_mode=self.with_mode), ()
 
     def close(self) -> None:
         """Give the installation back; calling it twice is harmless."""

@@ -71,6 +71,7 @@ class Runner(Overlapping, Stateful):
 
     Raises:
         RunError: pipeline, devices or optimizer do not fit the plan.
+        PlanError: the plan breaks an invariant.
     """
 
     def __init__(
@@ -320,6 +321,12 @@ class Runner(Overlapping, Stateful):
         self._backend.close()
         self._streams.close()
         self._party.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RunError(
+            "a Runner cannot be copied or pickled: it holds threads and the state of its optimizers. Copy or save the "
+            "pipeline and the plan, make a new Runner from them, and let it restore() this one's checkpoint()"
+        )
 
     def __enter__(self) -> Runner:
         return self

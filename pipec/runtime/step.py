@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class Batch:
         self.wanted_losses = {
             index for index, loss in enumerate(spec.losses)
             if all(self.values[ref.index] is not MISSING for ref in loss.refs() if ref.source == "input")
-            and (loss.count is None or all(v is not MISSING for v in self._named(loss.count).values()))
+            and (loss.count is None or not self._lacks(loss.count))
         }
         self.counts = [self._count(index) for index in range(len(spec.losses))]
         self.measure(microbatches, self.rows, self.rows, self.counts)
@@ -62,7 +63,8 @@ class Batch:
         loss = self.spec.losses[index]
         if loss.count is not None and index in self.wanted_losses:
             try:
-                given = loss.count(**self._named(loss.count))
+                positional, named = self._asked(loss.count)
+                given = loss.count(*positional, **named)
             except BaseException as error:
                 note(error, f"pipec: raised in count of loss {loss.name!r}, before any task")
                 raise
@@ -87,14 +89,28 @@ class Batch:
             return [1.0 / (count * replicas)] * count
         return [part / total for part in self.parts]
 
-    def _named(self, fn: Callable[..., Any]) -> dict[str, Any]:
-        import inspect
+    def _lacks(self, fn: Callable[..., Any]) -> bool:
+        """Whether an input is missing that ``fn`` asks for."""
+        positional, named = self._asked(fn)
+        return any(value is MISSING for value in (*positional, *named.values()))
 
+    def _asked(self, fn: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The inputs that ``fn`` takes by its parameters' names; a default stands where there is none."""
         parameters = inspect.signature(fn).parameters.values()
         given = {item.name: value for item, value in zip(self.spec.inputs, self.values, strict=True)}
+        known = {name: value for name, value in given.items() if value is not MISSING}
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return {name: value for name, value in given.items() if value is not MISSING}
-        return {p.name: given[p.name] for p in parameters}
+            first = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+            return [known.pop(name, MISSING) for name in first], known
+        positional: list[Any] = []
+        named: dict[str, Any] = {}
+        for p in parameters:
+            value = known.get(p.name, MISSING if p.default is p.empty else p.default)
+            if p.kind is p.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                named[p.name] = value
+        return positional, named
 
     def leaves(self) -> list[Tensor]:
         """Tensors of the minibatch that collect a gradient themselves; others pass it on into the caller's graph."""

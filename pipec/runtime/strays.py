@@ -15,15 +15,18 @@ from torch import Tensor
 from pipec.errors import RunError
 from pipec.runtime.stages import Stage
 
+REENTRANT = "CheckpointFunctionBackward"
+
 
 def check_strays(stage: Stage, stages: Sequence[Stage], roots: Iterable[Any], leaves: Iterable[Any]) -> None:
     """Look through the graph below ``roots`` (edges, lists of them or None).
 
     Raises:
-        RunError: it reaches a leaf that is neither in ``leaves`` nor a parameter of the stage.
+        RunError: it reaches a leaf that is neither in ``leaves`` nor a parameter of the stage, or it holds a
+            re-entrant checkpoint.
     """
     known = {id(leaf) for leaf in flat(leaves)} | {id(p) for p in stage.trainable()}
-    for leaf in leaves_below(flat(roots)):
+    for leaf in leaves_below(stage.name, flat(roots)):
         if id(leaf) not in known:
             owner = next(
                 (f"{name!r} of stage {other.name!r}" for other in stages for name, p in other.named_parameters()
@@ -55,8 +58,12 @@ def flat(tree: Any) -> list[Any]:
     return found
 
 
-def leaves_below(roots: Iterable[Any]) -> list[Tensor]:
-    """Every tensor that the graph accumulates into."""
+def leaves_below(stage: str, roots: Iterable[Any]) -> list[Tensor]:
+    """Every tensor that the graph accumulates into.
+
+    Raises:
+        RunError: a node is a re-entrant ``torch.utils.checkpoint``, which runs a backward of its own into ``.grad``.
+    """
     seen: set[Any] = set()
     stack = [edge.node for edge in roots]
     found = []
@@ -65,6 +72,12 @@ def leaves_below(roots: Iterable[Any]) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        if node.name() == REENTRANT:
+            raise RunError(
+                f"stage {stage!r} uses torch.utils.checkpoint with use_reentrant=True, which works with a "
+                "backward() of the whole model only; pass use_reentrant=False, or drop it and compile with "
+                "recompute='always'"
+            )
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             found.append(variable)

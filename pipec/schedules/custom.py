@@ -39,6 +39,8 @@ def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> 
     Raises:
         ScheduleError: naming every token that cannot be read.
     """
+    if not isinstance(text, str):
+        raise ScheduleError(f"schedule {name!r}: expected text, got {type(text).__name__}")
     rows, problems = [], []
     for number, line in enumerate(text.splitlines(), 1):
         line = re.sub(r"^\s*(device\s+)?\d+\s*:", "", line.split("#")[0]).strip()

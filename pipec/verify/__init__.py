@@ -14,7 +14,7 @@ from pipec.errors import PlanError, Problem, raise_all
 from pipec.ir import Plan
 from pipec.verify.facts import Facts, NotChecked
 from pipec.verify.flow import copies, deadlock_story, progress, rendezvous, waits
-from pipec.verify.form import form
+from pipec.verify.form import MOST, check_form
 from pipec.verify.groups import groups
 from pipec.verify.lifetimes import lifetimes, memory
 from pipec.verify.reach import Reach
@@ -37,8 +37,6 @@ INVARIANTS: dict[str, Check] = {
     "updates": updates,
     "periods": periods,
 }
-
-MOST = 24  # problems shown in one error
 
 
 @frozen
@@ -80,8 +78,7 @@ def verify(plan: Plan, memory_limit: float | Activations | None = None) -> Repor
         PlanError: listing the problems of every invariant that is broken.
         ScheduleError: the limit is in bytes and bytes are unknown, or it is no limit.
     """
-    what = f"plan {plan.graph.name!r}"
-    raise_all(what, [Problem(f"form: {text}") for text in form(plan)], PlanError, most=MOST)
+    check_form(plan)
     facts = Facts(plan, memory_limit)
     problems, findings = [], [Finding("form")]
     for name, check in INVARIANTS.items():
@@ -91,7 +88,7 @@ def verify(plan: Plan, memory_limit: float | Activations | None = None) -> Repor
         else:
             findings.append(Finding(name))
             problems += [Problem(f"{name}: {text}") for text in found]
-    raise_all(what, problems, PlanError, most=MOST)
+    raise_all(f"plan {plan.graph.name!r}", problems, PlanError, most=MOST)
     return Report(plan.graph.name, tuple(findings))
 
 

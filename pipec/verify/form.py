@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pipec.errors import PlanError, Problem, raise_all
 from pipec.ir import BUFFER_COLUMNS, CARRIED, TABLE_COLUMNS, Buffer, Kind, Lane, Plan
 from pipec.segments import first_stages
 from pipec.verify.facts import some
 
+MOST = 24  # problems shown in one error
 BIG = int(np.iinfo(np.int32).max)
 
 
@@ -21,6 +23,11 @@ def form(plan: Plan) -> list[str]:
     """What is malformed: unknown stages, devices, values, tasks; tasks missing from a lane or standing twice."""
     found = list(_graph(plan)) or list(_table(plan))
     return found or [*_lanes(plan), *_waits(plan), *_buffers(plan)]
+
+
+def check_form(plan: Plan) -> None:
+    """Raise PlanError listing what :func:`form` finds: what was read from outside can only be used without it."""
+    raise_all(f"plan {plan.graph.name!r}", [Problem(f"form: {text}") for text in form(plan)], PlanError, most=MOST)
 
 
 def lane_name(lane: int) -> str:
