@@ -31,7 +31,7 @@ def test_a_runner_is_not_copied(how: Any, backend: str | None) -> None:
     net = models.chain(2)
     with pipec.Runner(net, pipec.compile(net, 2, 2), backend=backend) as run:
         run.step(**data())
-        with pytest.raises(pipec.RunError, match="a Runner cannot be copied or pickled.*make a new Runner"):
+        with pytest.raises(pipec.RunError, match=r"a Runner cannot be copied or pickled.*make a new Runner"):
             how(run)
         run.step(**data())
 

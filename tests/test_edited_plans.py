@@ -44,7 +44,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
-@pytest.mark.parametrize("schedule, recompute, update", KINDS)
+@pytest.mark.parametrize(("schedule", "recompute", "update"), KINDS)
 def test_every_number_of_a_text_may_be_huge(schedule: str, recompute: str, update: Any) -> None:
     text = str(pipec.compile(pipec.chain(2), 2, 2, schedule, recompute=recompute, update=update))
     tracemalloc.start()
@@ -57,7 +57,7 @@ def test_every_number_of_a_text_may_be_huge(schedule: str, recompute: str, updat
     assert peak < MOST
 
 
-@pytest.mark.parametrize("schedule, recompute, update", KINDS)
+@pytest.mark.parametrize(("schedule", "recompute", "update"), KINDS)
 def test_every_number_of_a_file_may_be_huge(schedule: str, recompute: str, update: Any) -> None:
     saved = to_dict(pipec.compile(pipec.chain(2), 2, 2, schedule, recompute=recompute, update=update))
     tracemalloc.start()

@@ -1,4 +1,5 @@
 """Stages that write into what they read, or first or last in place."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,11 +17,9 @@ import pipec
 __all__ = ["kept_streams"]
 
 
-
 def block() -> list[nn.Module]:
     return [nn.Conv1d(2, 2, 3, padding=1), nn.BatchNorm1d(2), nn.ReLU(inplace=True), nn.Conv1d(2, 2, 1),
             nn.InstanceNorm1d(2, affine=True), nn.LeakyReLU(inplace=True), nn.Sigmoid(), nn.Hardtanh(-0.4, 0.7, True)]
-
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
@@ -52,7 +51,6 @@ def test_a_chain_with_in_place_activations_may_be_cut_anywhere(cut: int, devices
         assert torch.equal(mine, theirs)
 
 
-
 class Writes(nn.Module):
     """Writes into what it reads before its linear layer."""
 
@@ -62,7 +60,6 @@ class Writes(nn.Module):
 
     def forward(self, *values: Tensor) -> Tensor:
         return self.net(self.write(*values))
-
 
 
 @pytest.mark.parametrize("backend", ["threads", "replay"])
@@ -94,7 +91,6 @@ def test_the_callers_own_input_is_never_written_into(write: Any, grad: bool, rec
         torch.testing.assert_close(got, run.evaluate(x=kept, y=given["y"]).output)
 
 
-
 def test_writing_into_a_value_that_others_see_later_names_both() -> None:
     def build(source: str) -> pipec.Pipeline:
         net = pipec.Pipeline("contested")
@@ -117,7 +113,6 @@ def test_writing_into_a_value_that_others_see_later_names_both() -> None:
             pipec.reference(build(source), 2).step(**data())
 
 
-
 def test_writing_into_an_output_is_refused() -> None:
     net = pipec.Pipeline("seen")
     x, y = net.input("x"), net.input("y")
@@ -127,7 +122,6 @@ def test_writing_into_an_output_is_refused() -> None:
     told = "stage 'b' writes in place into 'a', which is the output"
     with runner(net) as run, pytest.raises(pipec.RunError, match=told):
         run.step(**data())
-
 
 
 def test_adding_to_a_received_skip_in_place() -> None:
@@ -146,7 +140,6 @@ def test_adding_to_a_received_skip_in_place() -> None:
     for net in (mine, theirs):
         pipec.reference(net, 3).step(**data())
     assert same(gradients(mine), gradients(theirs))
-
 
 
 @pytest.mark.parametrize("first", ["step", "evaluate"])
@@ -171,7 +164,6 @@ def test_a_stage_that_writes_in_train_mode_only(first: str) -> None:
         run.evaluate(**given)
         run.step(**given)
     assert torch.equal(given["x"], kept)
-
 
 
 @pytest.mark.parametrize("backend", ["threads", "replay"])

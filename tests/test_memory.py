@@ -8,17 +8,12 @@ from collections import defaultdict
 
 import pytest
 import torch
+from live_bytes import live_bytes
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import pipec
 from pipec.runtime import gradients as gradients_module
-from pipec.runtime import runner as runner_module
-from pipec.runtime.borders import Packed, Parcel
-from pipec.runtime.channels import Channels
-from pipec.runtime.executor import Device
 from pipec.schedules import REGISTRY
 from pipec.simulate import buffer_bytes
 
@@ -51,57 +46,6 @@ def batch() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(ROWS * MICROBATCHES, WIDTH), "y": torch.randn(ROWS * MICROBATCHES, WIDTH)}
 
 
-class Storages(TorchDispatchMode):
-    """Bytes of every storage that operations make, by the device whose task made it, while it is alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = -1
-        self.live: dict[int, int] = defaultdict(int)
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        if func.is_view:
-            return out
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = {tensor.untyped_storage()._cdata for tensor in tensors}
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in before and storage._cdata not in self.known:
-                    self.known.add(storage._cdata)
-                    self.live[self.device] += storage.nbytes()
-                    weakref.finalize(storage, self._dead, storage._cdata, self.device, storage.nbytes())
-        return out
-
-    def _dead(self, key: int, device: int, size: int) -> None:
-        self.known.discard(key)
-        self.live[device] -= size
-
-
-class CopyingChannels(Channels):
-    """Channels that really copy, as between two real devices: the copy belongs to the receiver."""
-
-    storages: Storages
-
-    def send(self, route, slot, payload):  # type: ignore[no-untyped-def]
-        self.storages.device = route[1]
-        super().send(route, slot, _copy(payload))
-        self.storages.device = route[0]
-
-
-def _copy(payload):  # type: ignore[no-untyped-def]
-    if isinstance(payload, torch.Tensor):
-        return payload.detach().clone().requires_grad_(payload.requires_grad)
-    if isinstance(payload, Packed):
-        return Packed([_copy(leaf) for leaf in payload.leaves], payload.layout)
-    if isinstance(payload, Parcel):
-        payload._total = _copy(payload._total)
-        payload._waiting = {key: _copy(value) for key, value in payload._waiting.items()}
-    return payload
-
-
 WHOLE = [name for name, make in REGISTRY.items() if not getattr(make(), "split", False)]  # test_split has the others
 CASES = [(schedule, mode, 2) for schedule in WHOLE for mode in ("never", "always", "except_last")]
 CASES += [("gpipe", "never", 1), ("1f1b", "always", 3), ("1f1b", "never", 5)]
@@ -116,38 +60,8 @@ def test_live_bytes_after_every_task_are_those_of_the_plans_buffers(
     plan = pipec.compile(made, devices, MICROBATCHES, schedule, recompute=recompute, costs=costs)
     sizes, buffers = buffer_bytes(plan, costs), plan.buffers
     assert sizes is not None
-    seen: list[tuple[int, int, int]] = []
-    storages = Storages()
     monkeypatch.setattr(gradients_module, "LARGE", 0)  # as for large stages, whose gradients autograd adds up
-
-    class Watched(Device):
-        def run(self, ops) -> None:  # type: ignore[no-untyped-def]
-            for op in ops:
-                storages.device = self.index
-                super().run([op])
-                for device in range(devices):
-                    seen.append((op.task, device, storages.live[device]))
-
-    class Copying(CopyingChannels):
-        pass
-
-    Copying.storages = storages
-    monkeypatch.setattr(runner_module, "Device", Watched)
-    monkeypatch.setattr(runner_module, "Channels", Copying)
-    run = pipec.Runner(made, plan, backend="replay")
-    run.step(**data)
-    for parameter in run.parameters():
-        parameter.grad = None
-    seen.clear()
-    gc.collect()
-    storages.live.clear()
-    storages.known.clear()
-    gc.disable()
-    try:
-        with storages:
-            run.step(**data)
-    finally:
-        gc.enable()
+    seen = live_bytes(monkeypatch, made, plan, data)
     weights = {stage.name: costs.weight_bytes(stage.name) for stage in plan.graph.stages}
     backwards: set[int] = set()
     peak_got, peak_expected = defaultdict(float), defaultdict(float)

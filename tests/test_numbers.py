@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import WIDTH, buffers, gradients, kept_streams, parameters, recipes, same
+from models import WIDTH, buffers, gradients, kept_streams, recipes, same
+from random_nets import start_from, two_steps_equal_the_reference
 from torch import Tensor, nn
 
 import pipec
@@ -18,50 +19,12 @@ import pipec
 __all__ = ["kept_streams"]
 
 
-def optimizer(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01)
-
-
-def start_from(net: pipec.Pipeline, dirty: bool) -> None:
-    """Gradients of an earlier backward, of every size, so that the order of additions shows."""
-    if dirty:
-        for number, parameter in enumerate(parameters(net)):
-            if parameter.requires_grad:
-                make = torch.Generator().manual_seed(number)
-                parameter.grad = torch.randn(parameter.shape, generator=make) * 3
-
-
 @settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_every_plan_gives_the_numbers_of_the_reference(draw: Any) -> None:
     recipe = draw.draw(recipes())
     how = draw.draw(models.options(recipe))
-    rows = [draw.draw(st.integers(1, 9)) for _ in range(2)]
-    backend = draw.draw(st.sampled_from(["threads", "replay"]))
-    dirty = draw.draw(st.booleans())
-    mine, theirs = recipe.build(), recipe.build()
-    update = how["update"]
-    plan = pipec.compile(mine, **how)
-    loop = pipec.reference(theirs, plan.microbatches)
-    trained = [p for p in parameters(theirs, backward=update == "stage") if p.requires_grad]
-    own = optimizer(trained) if update else None
-    made = {None: None, "stage": optimizer, "all": None}[update]
-    if update == "all":
-        made = optimizer([p for p in parameters(mine) if p.requires_grad])
-    for net in (mine, theirs):
-        start_from(net, dirty)
-    with pipec.Runner(mine, plan, optimizer=made, backend=backend) as run:
-        for number, count in enumerate(rows):
-            got, expected = run.step(**models.batch(count, number)), loop.step(**models.batch(count, number))
-            if own is not None:
-                own.step()
-                for parameter in trained:
-                    parameter.grad = None
-            assert got.microbatches == expected.microbatches == min(count, plan.microbatches)
-            assert same([got.losses, got.outputs], [expected.losses, expected.outputs])
-            assert same(gradients(mine), gradients(theirs))
-            assert same(buffers(mine), buffers(theirs))
-            assert same([p.detach() for p in parameters(mine)], [p.detach() for p in parameters(theirs)])
+    two_steps_equal_the_reference(draw, recipe, how)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -24,7 +24,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("path, message", [
+@pytest.mark.parametrize(("path", "message"), [
     ("", "'' is no path of a file"),
     ("  ", "'  ' is no path of a file"),
     ("a\0b.svg", r"'a\x00b.svg' is no path of a file"),

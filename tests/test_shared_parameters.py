@@ -1,4 +1,5 @@
 """Parameters that several stages use, that are frozen, or that nobody uses."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,7 +17,6 @@ import pipec
 __all__ = ["kept_streams"]
 
 
-
 def test_one_weight_in_two_stages_by_hand() -> None:
     """w = 2, y = 3 w, z = y w: dz/dw = 12."""
     w = torch.tensor(2.0, requires_grad=True)
@@ -29,7 +29,6 @@ def test_one_weight_in_two_stages_by_hand() -> None:
         with runner(net, devices, 1) as run:
             assert run.step(x=torch.tensor(3.0)).loss == 12.0
         assert w.grad == 12.0
-
 
 
 def tied() -> pipec.Pipeline:
@@ -47,7 +46,6 @@ def tied() -> pipec.Pipeline:
     net.output(d)
     net.loss("ce", lambda logits, y: F.cross_entropy(logits, y, reduction="sum"), d, y, count=lambda y: y.numel())
     return net
-
 
 
 @pytest.mark.parametrize("update", [None, "stage", "all"])
@@ -78,7 +76,6 @@ def test_tied_weights_stay_tied_and_train_as_one(
     assert got.loss == expected.loss
     assert same([p.detach() for p in parameters(mine)], [p.detach() for p in parameters(theirs)])
     assert mine.spec.stages[0].fn.weight is mine.spec.stages[3].fn.weight
-
 
 
 def test_frozen_and_unused_parameters_have_no_gradient() -> None:

@@ -1,4 +1,5 @@
 """What crosses a border: any value, as it is and with its gradients, or an error that names it."""
+
 from __future__ import annotations
 
 import collections
@@ -21,22 +22,20 @@ __all__ = ["kept_streams"]
 Pair = namedtuple("Pair", "h rest")  # a plain named tuple, as users write them
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     h: Tensor
     flags: tuple[bool, str]
 
 
-
 class Kind(dict):  # type: ignore[type-arg]
     """A user's own dict."""
-
 
 
 def pair_of(make: Any, get: Any) -> pipec.Pipeline:
     torch.manual_seed(0)
     return models.of_modules(Gives(make), Takes(get), linear())
+
 
 SHAPES: list[Any] = [
     (lambda h: (h, (h * 2, None)), lambda v: v[0] + v[1][0]),
@@ -63,12 +62,10 @@ SHAPES: list[Any] = [
 ]
 
 
-
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_values_of_any_shape_arrive_as_they_are_and_carry_their_gradients(shape: int) -> None:
     make, get = SHAPES[shape]
     equal_everywhere(lambda: pair_of(make, get), data())
-
 
 
 def test_leaves_keep_type_dtype_and_whether_they_require_a_gradient() -> None:
@@ -100,7 +97,6 @@ def test_leaves_keep_type_dtype_and_whether_they_require_a_gradient() -> None:
     assert gradients(net)[0] is not None
 
 
-
 def test_keyword_arguments_constants_and_inputs_of_later_stages() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -130,14 +126,12 @@ def test_keyword_arguments_constants_and_inputs_of_later_stages() -> None:
     equal_everywhere(build, {"x": given["x"], "labels": given["y"], "scale": torch.tensor(2.0), "mask": None})
 
 
-
 @pytest.mark.parametrize(("wrong", "told"), [
     ({"x": 1, "y": 1, "z": 1}, "no input 'z'"), ({"x": data()["x"]}, "'y' is missing"),
 ])
 def test_an_argument_no_stage_takes_or_one_that_is_missing(wrong: dict[str, Any], told: str) -> None:
     with runner(models.chain(2)) as run, pytest.raises(pipec.RunError, match=told):
         run.step(**wrong)
-
 
 
 def test_a_part_that_the_result_lacks_is_named() -> None:
@@ -151,7 +145,6 @@ def test_a_part_that_the_result_lacks_is_named() -> None:
         run.step(**data())
 
 
-
 @pytest.mark.parametrize("made", [lambda h: (h, h, h), lambda h: h, lambda h: [h], lambda h: {"a": h, "b": h}])
 def test_a_result_of_another_number_of_parts_than_declared(made: Any) -> None:
     net = pipec.Pipeline("parts")
@@ -160,7 +153,6 @@ def test_a_result_of_another_number_of_parts_than_declared(made: Any) -> None:
     net.loss("mse", F.mse_loss, net.stage("b", torch.add, first, second), y)
     with runner(net) as run, pytest.raises(pipec.RunError, match="stage 'a' was declared with outputs=2 but returned"):
         run.step(**data())
-
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
@@ -187,7 +179,6 @@ def test_a_gradient_that_would_be_lost_is_an_error(recompute: str) -> None:
     for build in (closure, unregistered):
         with pytest.raises(pipec.RunError, match="does not own it"):
             pipec.reference(build, 2).step(**data())
-
 
 
 def test_a_counter_keeps_its_values_and_arrays_may_be_outputs() -> None:
