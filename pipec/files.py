@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,6 +127,15 @@ class _At:
         if not all(type(item) is int and -(2**31) <= item < 2**31 for item in value):
             raise PlanError(f"{self.name}: expected a list of whole numbers")
         return np.asarray(value, np.int32)
+
+
+def picklable(value: Any) -> Any:
+    """``value``, or None where pickle cannot take it."""
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a user's object raises
+        return None
+    return value
 
 
 def save(plan: Plan, path: str | Path) -> None:

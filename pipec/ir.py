@@ -7,10 +7,9 @@ topological order: what a task waits for has a smaller id, and each lane is asce
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -234,24 +233,19 @@ class Plan:
 
         return update_every(self.table, self.microbatches)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         """For pickle. A schedule that cannot be pickled (a lambda) is left out, as in a saved plan."""
-        state = {item.name: getattr(self, item.name) for item in fields(Plan)}
-        try:
-            pickle.dumps(self.recipe)
-        except Exception:  # whatever a user's object raises
-            state["recipe"] = None
-        return state
+        from pipec.files import picklable
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
+        return Plan, tuple(
+            picklable(getattr(self, item.name)) if item.name == "recipe" else getattr(self, item.name)
+            for item in fields(Plan)
+        )
 
-    def __copy__(self) -> Plan:
+    def __deepcopy__(self, memo: Any = None) -> Plan:
         return self  # nothing in it can change
 
-    def __deepcopy__(self, memo: Any) -> Plan:
-        return self
+    __copy__ = __deepcopy__
 
     @property
     def training(self) -> bool:
