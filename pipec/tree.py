@@ -75,7 +75,7 @@ def flatten(value: Any) -> tuple[list[Any], Layout]:
         return leaves, _flatten(value, leaves)
     except RecursionError:
         raise PipecError(
-            f"a {type(value).__name__} holds itself, or is nested too deep to be taken apart into its tensors; hand "
+            "a container holds itself, or is nested too deep to be taken apart into its tensors; hand "
             "over the parts that are needed"
         ) from None
 

@@ -84,3 +84,15 @@ def test_stages_that_carry_their_devices_are_checked_on_these() -> None:
     report = pipec.check(made, {"x": torch.randn(4, 4), "y": torch.randn(4, 4)})
     assert report
     assert "2 devices" in str(report)
+
+
+def test_a_check_without_options_has_borders_and_several_microbatches() -> None:
+    made = net(nn.Tanh())
+    assert str(pipec.check(made, batch())).startswith("net: 1f1b, 2 devices, 4 microbatches: bit-equal")
+    assert "2 devices, 2 microbatches" in str(pipec.check(made, batch(), microbatches=2))
+    text = pipec.parse_schedule("0F0 0F1 0B0 0B1")
+    assert "1 devices" in str(pipec.check(made, batch(), schedule=text, devices=1, microbatches=2))
+    alone = pipec.Pipeline("alone")
+    x, y = alone.input("x"), alone.input("y")
+    alone.loss("loss", nn.functional.mse_loss, alone.stage("a", nn.Linear(4, 4), x), y)
+    assert "1 devices, 4 microbatches" in str(pipec.check(alone, batch()))

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from mistakes import Add, only, problems, started
 
 import pipec
-
-
-class Add(torch.nn.Module):
-    def forward(self, x: Any, y: Any = None, scale: float = 1.0) -> Any:
-        return x * scale if y is None else x * scale + y
-
-
-def problems(net: pipec.Pipeline) -> list[tuple[str, str]]:
-    """Every problem of a declaration with the line of this file that is shown for it."""
-    with pytest.raises(pipec.SpecError) as error:
-        net.spec  # noqa: B018 - asking for it raises
-    lines = str(error.value).splitlines()
-    told = [re.fullmatch(r"  \d+\. (.*)", line)[1] for line in lines[1::2]]  # type: ignore[index]
-    where = [re.fullmatch(rf"      at {re.escape(__file__)}:\d+: (.*)", line)[1] for line in lines[2::2]]  # type: ignore[index]
-    count = "1 problem" if len(told) == 1 else f"{len(told)} problems"
-    assert lines[0] == f"pipeline {net.name!r}: {count}"
-    return list(zip(told, where, strict=True))
-
-
-def only(net: pipec.Pipeline) -> str:
-    found = problems(net)
-    assert len(found) == 1, found
-    return found[0][0]
-
-
-def started() -> tuple[pipec.Pipeline, Any, Any]:
-    """A pipeline with a first stage whose value is an output."""
-    net = pipec.Pipeline("net")
-    x = net.input("x")
-    first = net.stage("first", None, x)
-    net.output(first)
-    return net, x, first
 
 
 def test_every_mistake_in_one_error_with_its_line() -> None:
@@ -197,18 +163,6 @@ def test_one_mistake(mistake: Any, message: str) -> None:
     assert only(net) == message
 
 
-def test_unpacking_needs_the_number_of_outputs() -> None:
-    net, x, _ = started()
-    left, right = net.stage("pair", None, x)
-    net.output(left)
-    assert only(net) == "pair is unpacked: declare the stage with outputs=2 to unpack its result"
-    assert right is not None
-    net, x, _ = started()
-    pair = net.stage("pair", None, x, outputs=2)
-    net.output(pair[2])
-    assert only(net) == "pair[2]: the stage was declared with outputs=2"
-
-
 def test_a_name_instead_of_a_value_is_one_problem() -> None:
     """The string takes the place of the value: neither "reads no value" nor "never read" is told beside it."""
     net = pipec.Pipeline("net")
@@ -253,60 +207,6 @@ def test_a_loss_class_without_parentheses() -> None:
     assert only(net) == "loss 'l': got the class MSELoss; pass an instance, MSELoss(...)"
 
 
-@pytest.mark.parametrize(
-    ("mistake", "stage"),
-    [
-        (lambda a, x: a + x, 'net.stage("add", torch.add, first, x)'),
-        (lambda a, x: 2 - a, 'net.stage("sub", torch.sub, 2, first)'),
-        (lambda a, x: a[0] / 2, 'net.stage("div", torch.div, first[0], 2)'),
-        (lambda a, x: -a, 'net.stage("neg", torch.neg, first)'),
-        (lambda a, x: a > x, 'net.stage("gt", torch.gt, first, x)'),
-        (lambda a, x: a.mean(), 'net.stage("mean", torch.mean, first)'),
-        (lambda a, x: a.shape, 'net.stage("shape", lambda value: value.shape, first)'),
-        (lambda a, x: a.view(2, 3), 'net.stage("view", lambda value: value.view(...), first)'),
-    ],
-)
-def test_a_value_is_no_tensor(mistake: Any, stage: str) -> None:
-    _, x, first = started()
-    with pytest.raises(pipec.SpecError) as error:
-        mistake(first, x)
-    assert str(error.value) == f"a value of the pipeline is no tensor; do it in a stage: {stage}"
-
-
-@pytest.mark.parametrize(
-    ("mistake", "name", "values"),
-    [
-        (lambda a, x: torch.nn.Linear(2, 2)(a), "linear", "first"),
-        (lambda a, x: F.mse_loss(a, x), "mse_loss", "first, x"),
-        (lambda a, x: torch.cat([a, x]), "cat", "value"),
-        (lambda a, x: torch.ones(2) @ a, "matmul", "first"),
-    ],
-)
-def test_a_layer_called_on_a_value(mistake: Any, name: str, values: str) -> None:
-    _, x, first = started()
-    with pytest.raises(pipec.SpecError) as error:
-        mistake(first, x)
-    assert str(error.value) == (
-        f"a value of the pipeline is no tensor, so {name}() cannot run on it; pass the module or function itself to a "
-        f'stage: net.stage("{name}", module, {values})'
-    )
-
-
-def test_values_answer_protocols() -> None:
-    """What copies, prints or asks for attributes goes on working."""
-    net, x, first = started()
-    with pytest.raises(pipec.SpecError, match="a value of the pipeline has no attribute 'wieght'"):
-        first.wieght  # noqa: B018 - asking for it raises
-    assert not hasattr(first, "mean")
-    assert not hasattr(first, "_private")
-    assert getattr(first, "shape", None) is None
-    assert copy.copy(first).ref == first.ref
-    twin, value = copy.deepcopy((net, first))
-    assert value.pipeline is twin
-    assert pickle.loads(pickle.dumps(first)).ref == first.ref
-    assert (first == x, first != x, len({first, x})) == (False, True, 2)
-
-
 def test_a_pipeline_prints_short() -> None:
     net, _, first = started()
     assert repr(net) == "<Pipeline 'net': inputs x; 1 stage>"
@@ -338,22 +238,6 @@ def test_a_mended_declaration_compiles() -> None:
     assert net.spec.spec is net.spec
 
 
-def test_values_select_and_print() -> None:
-    net = pipec.Pipeline("net")
-    x = net.input("x")
-    pair = net.stage("pair", None, x, outputs=2)
-    left, right = pair
-    assert (repr(x), repr(left), repr(right), repr(pair["h"][0])) == (
-        "x",
-        "pair[0]",
-        "pair[1]",
-        "pair['h'][0]",
-    )
-    assert repr(pair[-1]) == "pair[1]"
-    assert len(pair) == 2
-    assert bool(net.stage("one", None, x))
-
-
 @pytest.mark.parametrize(
     "name", ['say "hi"', "two\nlines", "héé→日本", " ", "a b", "%1", "F0:s1", "1", "{x}", "\\"]
 )
@@ -372,15 +256,6 @@ def test_chain() -> None:
     assert net.spec.losses[0].home == 2
     with pytest.raises(pipec.SpecError, match="no stage"):
         pipec.chain(0).spec  # noqa: B018
-
-
-@pytest.mark.parametrize("key", [slice(0, 2), (slice(None), 0), [0, 1], {}])
-def test_a_key_that_names_no_single_part(key: Any) -> None:
-    net = pipec.Pipeline("net")
-    net.output(net.stage("last", None, net.stage("first", None, net.input("x"))[key]))
-    with pytest.raises(pipec.SpecError, match=r"first.*cut it inside a stage") as error:
-        _ = net.spec
-    assert "test_dsl.py" in str(error.value)
 
 
 @pytest.mark.parametrize("dim", ["a", 1.5, True])

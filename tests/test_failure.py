@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import gc
+import queue
 import signal
 import threading
 import time
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import models
 import pytest
 import torch
+from fragile import fragile, minibatch, notes, workers
 from models import gradients, kept_streams, parameters, same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipec
+from pipec.runtime.channels import Stopped
 
 __all__ = ["kept_streams"]
 
@@ -35,86 +35,6 @@ ERRORS: list[Any] = [
     lambda: DemandingError(7, where="here"), lambda: RuntimeError("out of memory"), lambda: GeneratorExit(),
     lambda: StopAsyncIteration("no more"),
 ]
-
-
-class Bomb:
-    """Raises when it is told to, and once only."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self.at: tuple[str, int] = ("", -1)
-        self.armed: str | None = None
-
-    def arm(self, place: str, stage: str, microbatch: int, error: BaseException) -> BaseException:
-        self.armed, self.at, self.error = place, (stage, microbatch), error
-        return error
-
-    def check(self, place: str, stage: str, microbatch: int) -> None:
-        if self.armed == place and self.at == (stage, microbatch):
-            self.armed = None
-            assert self.error is not None
-            raise self.error
-
-
-class Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bomb: Bomb, stage: str, microbatch: int) -> Tensor:
-        ctx.told = bomb, stage, microbatch
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        bomb, stage, microbatch = ctx.told
-        bomb.check("backward", stage, microbatch)
-        return grad * 1.0, None, None, None
-
-
-class Fragile(nn.Module):
-    """A stage with a buffer; what it reads names the microbatch in its first column."""
-
-    def __init__(self, name: str, bomb: Bomb) -> None:
-        super().__init__()
-        self.net, self.norm, self.name, self.bomb = nn.Linear(4, 4), nn.BatchNorm1d(4), name, bomb
-        self.runs: dict[int, int] = {}
-
-    def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        m = int(number[0])
-        out = self.norm(self.net(x)).tanh()
-        self.runs[m] = self.runs.get(m, 0) + 1
-        self.bomb.check("forward" if self.runs[m] == 1 else "recompute", self.name, m)
-        if out.requires_grad and self.bomb.armed == "hook" and self.bomb.at == (self.name, m):
-            out.register_hook(lambda _: self.bomb.check("hook", self.name, m))
-        return Fuse.apply(out, self.bomb, self.name, m)
-
-
-def fragile() -> tuple[pipec.Pipeline, Bomb, list[Fragile]]:
-    torch.manual_seed(0)
-    bomb, net, made = Bomb(), pipec.Pipeline("fragile"), []
-    value, number, y = net.input("x"), net.input("number"), net.input("y")
-    for name in ("first", "second", "third"):
-        made.append(Fragile(name, bomb))
-        value = net.stage(name, made[-1], value, number)
-
-    def loss(h: Tensor, y: Tensor, number: Tensor) -> Tensor:
-        bomb.check("loss", "third", int(number[0]))
-        return F.mse_loss(h, y)
-
-    net.loss("mse", loss, value, y, number)
-    return net, bomb, made
-
-
-def minibatch() -> dict[str, Tensor]:
-    make = torch.Generator().manual_seed(3)
-    return {"x": torch.randn(8, 4, generator=make), "y": torch.randn(8, 4, generator=make),
-            "number": torch.arange(4).repeat_interleave(2)}
-
-
-def notes(error: BaseException) -> str:
-    return "\n".join(getattr(error, "__notes__", []))
-
-
-def workers() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("pipec fragile")}
 
 
 STAGES = ("first", "second", "third")
@@ -169,6 +89,31 @@ def test_every_kind_of_exception_keeps_its_type_and_traceback(place: str, make: 
     assert "check" in [entry.name for entry in caught.traceback]
     assert error.__cause__ is None
     assert error.__context__ is None
+
+
+@pytest.mark.parametrize("internal", [Stopped, queue.Empty, StopIteration, GeneratorExit, RecursionError])
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_exceptions_that_pipec_itself_uses_are_the_users_when_a_stage_raises_them(
+    internal: type[BaseException], backend: str, place: str
+) -> None:
+    net, fuse = models.chain(3), [True]
+
+    def fail(*_: Any) -> None:
+        if fuse[0]:
+            raise internal("of a stage")
+
+    layer = net.spec.stages[1].fn
+    handle = layer.register_forward_hook(fail) if place == "forward" else layer[0].weight.register_hook(fail)
+    with models.runner(net, 3, 4, backend=backend) as run:
+        before = models.snapshot(net)
+        with pytest.raises(internal, match="of a stage") as caught:
+            run.step(**models.data())
+        assert "stage 's1', microbatch 0" in notes(caught.value)
+        assert models.same(models.snapshot(net), before)
+        fuse[0] = False
+        run.step(**models.data())
+    handle.remove()
 
 
 def test_two_stages_fail_at_once() -> None:
@@ -306,77 +251,6 @@ def test_a_failing_hook_updates_nobody_and_says_so() -> None:
         assert not same(snapshot(net), start)
 
 
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("backend", ["threads", "replay"])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_once_the_exception_is_gone_so_are_the_tensors(backend: str, place: str) -> None:
-    """No cycle through a traceback keeps them: a smaller retry after running out of memory has a chance."""
-    alive: list[weakref.ref[Tensor]] = []
-    net, bomb, stages = fragile()
-    for stage in stages:
-        stage.register_forward_hook(lambda _m, args, out: alive.extend((weakref.ref(out), weakref.ref(args[0]))))
-    with models.runner(net, 3, 4, "gpipe", backend=backend) as run:
-        bomb.arm(place, "second", 3, MemoryError())
-        try:
-            run.step(**minibatch())
-        except MemoryError:
-            bomb.error = None
-        deadline = time.monotonic() + 5  # a worker needs a moment to leave its last frame
-        while any(ref() is not None for ref in alive) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(alive) > 6
-        assert [ref() is None for ref in alive] == [True] * len(alive)
-
-
-@pytest.mark.usefixtures("no_gc")
-def test_a_runner_that_is_dropped_ends_its_workers_without_the_collector() -> None:
-    net, _, _ = fragile()
-    before = workers()
-    run = models.runner(net, 3, 4)
-    run.step(**minibatch())
-    run.evaluate(**minibatch())
-    started = workers() - before
-    assert len(started) == 3
-    gone = weakref.ref(run)
-    del run
-    assert gone() is None
-    for thread in started:
-        thread.join(5)
-    assert not any(thread.is_alive() for thread in started)
-
-
-def test_close_ends_the_workers_and_a_closed_runner_says_so() -> None:
-    net, _, _ = fragile()
-    before = workers()
-    run = models.runner(net, 3, 4)
-    run.step(**minibatch())
-    assert len(workers() - before) == 3
-    run.close()
-    assert not workers() - before
-    run.close()
-    with pytest.raises(pipec.RunError, match="closed"):
-        run.step(**minibatch())
-
-
-def test_workers_persist_over_steps() -> None:
-    net, _, _ = fragile()
-    before = workers()
-    with models.runner(net, 3, 4) as run:
-        run.step(**minibatch())
-        first = workers() - before
-        run.evaluate(**minibatch())
-        run.step(**minibatch())
-        assert workers() - before == first
-
-
 class SealedError(Exception):
     def add_note(self, note: str) -> None:
         raise RuntimeError("no notes")
@@ -404,37 +278,3 @@ def test_microbatches_of_an_output_that_do_not_fit_together_change_nothing() -> 
         run.step(**models.data())
     assert torch.equal(layer.weight, before)
     assert layer.weight.grad is None
-
-
-def test_one_runner_does_one_call_at_a_time() -> None:
-    inside, go = threading.Event(), threading.Event()
-
-    def wait(x: Tensor) -> Tensor:
-        inside.set()
-        assert go.wait(30)
-        return x
-
-    net = models.of_modules(nn.Linear(models.WIDTH, models.WIDTH), wait)
-    with models.runner(net) as run:
-        other = threading.Thread(target=lambda: run.step(**models.data()))
-        other.start()
-        assert inside.wait(30)
-        try:
-            with pytest.raises(pipec.RunError, match="busy with another step"):
-                run.step(**models.data())
-        finally:
-            go.set()
-            other.join()
-        found = gradients(net)
-        run.step(**models.data())  # free again
-    assert all(torch.allclose(twice, 2 * once) for once, twice in zip(found, gradients(net), strict=True))
-
-
-@pytest.mark.parametrize("backend", ["threads", "replay"])
-def test_a_stage_that_calls_its_own_runner_fails_and_does_not_hang(backend: str) -> None:
-    runs: list[Any] = []
-    net = models.of_modules(nn.Linear(models.WIDTH, models.WIDTH), lambda x: runs[0].evaluate(**models.data()).output)
-    with models.runner(net, backend=backend) as run:
-        runs.append(run)
-        with pytest.raises(pipec.RunError, match="busy with another"):
-            run.step(**models.data())

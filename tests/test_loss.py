@@ -301,6 +301,30 @@ def summed(out: Tensor, y: Tensor) -> Tensor:
     return (out - y).square().sum()
 
 
+def positional(y: Tensor, /) -> int:
+    return len(y)
+
+
+@pytest.mark.parametrize("count", [
+    lambda y: len(y), lambda y, z=3: len(y) + z - 3, lambda y=None, *, factor=1: len(y) * factor,
+    lambda **inputs: len(inputs["y"]), positional, lambda y, /, **rest: len(y) + len(rest) - 1,
+    functools.partial(lambda y, factor: len(y) * factor, factor=1),
+])
+def test_a_count_may_have_parameters_of_its_own_with_defaults(count: Any) -> None:
+    net = models.of_modules(nn.Linear(models.WIDTH, models.WIDTH), loss=summed, count=count)
+    plain = models.of_modules(nn.Linear(models.WIDTH, models.WIDTH), loss=summed, count=lambda y: len(y))
+    plain.spec.stages[0].fn.load_state_dict(net.spec.stages[0].fn.state_dict())
+    with models.runner(net, 1) as run, models.runner(plain, 1) as other:
+        assert torch.equal(run.step(**models.data()).loss, other.step(**models.data()).loss)
+        x = models.data()["x"]
+        assert run.evaluate(x=x).losses == {}  # the loss and its count lack their input
+
+
+def test_a_count_that_asks_for_what_is_no_input() -> None:
+    with pytest.raises(pipec.SpecError, match="count takes 'z', which is no input; the inputs are x, y"):
+        models.of_modules(nn.Linear(8, 8), loss=summed, count=lambda y, z: 1).spec  # noqa: B018 - asking raises
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize(
     ("fn", "options"),

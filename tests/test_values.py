@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -14,6 +15,7 @@ from layers import Gives, Takes, linear
 from models import WIDTH, data, equal_everywhere, gradients, kept_streams, runner
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pipec
 
@@ -30,6 +32,34 @@ class Frozen:
 
 class Kind(dict):  # type: ignore[type-arg]
     """A user's own dict."""
+
+
+class Strict(dict):  # type: ignore[type-arg]
+    """A dict that cannot be made from a dict alone."""
+
+    def __init__(self, h: Tensor, more: Tensor) -> None:
+        super().__init__(h=h)
+        self.more = more
+
+
+class Named(Pair):  # a named tuple with room for attributes
+    pass
+
+
+@dataclasses.dataclass
+class Loose:
+    h: Tensor
+    later: Any = dataclasses.field(init=False)  # declared and perhaps never set
+
+    @functools.cached_property
+    def double(self) -> Tensor:
+        return self.h * 2
+
+
+def with_attributes(value: Any, **more: Any) -> Any:
+    for name, item in more.items():
+        setattr(value, name, item)
+    return value
 
 
 def pair_of(make: Any, get: Any) -> pipec.Pipeline:
@@ -55,6 +85,13 @@ SHAPES: list[Any] = [
     (lambda h: h.T, lambda v: v.T),
     (lambda h: h.unsqueeze(0).expand(3, -1, -1), lambda v: v.sum(0)),
     (lambda h: (), lambda *v: torch.ones(2, WIDTH)),
+    (lambda h: with_attributes(Loose(h), more=h * 3, flag="f"), lambda v: v.h + v.more if v.flag == "f" else 0),
+    (lambda h: with_attributes(Loose(h), seen=Loose(h).double), lambda v: v.h + v.seen + v.double),
+    (lambda h: with_attributes(Kind(h=h), more=h * 3), lambda v: v["h"] + v.more),
+    (lambda h: Strict(h, h * 3), lambda v: v["h"] + v.more if type(v) is Strict else 0),
+    (lambda h: with_attributes(Named(h, 2), more=(h * 3, None)), lambda v: v.h * v.rest + v.more[0]),
+    (lambda h: collections.defaultdict(list, h=h), lambda v: v["h"] if v["new"] == [] else 0),
+    (lambda h: collections.Counter(h=2), lambda v: torch.ones(2, WIDTH) * v["h"]),
     (lambda h: h.topk(3, 1), lambda v: F.pad(v.values, (0, 5)) + v.indices.sum()),
     (lambda h: h.double(), lambda v: v.float()),
     (lambda h: h.to(torch.bfloat16), lambda v: v.float()),
@@ -193,3 +230,69 @@ def test_a_counter_keeps_its_values_and_arrays_may_be_outputs() -> None:
         arrays = run.step(**batch).outputs["arrays"]
     assert [a.shape for a in arrays] == [(2, 8), (2, 8)]
     assert pipec.check(net, batch, devices=2, microbatches=2)
+
+
+class Node:
+    """A list that holds itself, a tree of dicts too deep for Python, two dataclasses that hold each other."""
+
+    @staticmethod
+    def ring(h: Tensor) -> Any:
+        ring: list[Any] = [h]
+        ring.append(ring)
+        return ring
+
+    @staticmethod
+    def deep(h: Tensor) -> Any:
+        value: Any = h
+        for _ in range(5000):
+            value = {"in": value}
+        return value
+
+    @staticmethod
+    def pair(h: Tensor) -> Any:
+        left, right = Loose(h), Loose(h)
+        left.later, right.later = right, left
+        return left
+
+
+@pytest.mark.parametrize("make", [Node.ring, Node.deep, Node.pair])
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+def test_a_container_that_holds_itself_is_told(make: Any, backend: str) -> None:
+    net = models.of_modules(Gives(make), Takes(lambda v: v[0]))
+    with runner(net, 2, backend=backend) as run:
+        with pytest.raises(pipec.PipecError, match="a container holds itself, or is nested too deep") as caught:
+            run.step(**data())
+        assert "stage 'a', microbatch 0, FORWARD" in caught.value.__notes__[0]
+        assert set(gradients(net)) == {None}
+        with pytest.raises(pipec.PipecError, match="a container holds itself"):
+            run.step(x=Node.ring(data()["x"]), y=data()["y"])
+    declared = pipec.Pipeline("net")
+    ring = Node.ring(declared.input("x"))
+    with pytest.raises(pipec.PipecError, match="a container holds itself"):
+        declared.stage("a", linear(), ring)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_re_entrant_checkpoint_inside_a_stage_is_told_with_what_to_do(stage: int, recompute: str) -> None:
+    class Inner(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.net, self.reentrant = linear(), reentrant
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.net, x * 1, use_reentrant=self.reentrant)
+
+    layers: list[Any] = [linear(), linear()]
+    layers[stage] = Inner(True)
+    net = models.of_modules(*layers)
+    x = data()["x"].requires_grad_()  # else the checkpoint itself gives no gradient
+    with runner(net, 2, recompute=recompute) as run:
+        with pytest.raises(pipec.RunError, match=f"stage '{'ab'[stage]}' uses .*checkpoint.*reentrant=False"):
+            run.step(x=x, y=data()["y"])
+        assert set(gradients(net)) == {None}
+        layers[stage].reentrant = False
+        run.step(x=x, y=data()["y"])
+    layers[stage].reentrant = True
+    with pytest.raises(pipec.RunError, match="use_reentrant=True"):
+        pipec.reference(net, 2).step(x=x, y=data()["y"])
