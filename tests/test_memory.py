@@ -46,7 +46,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(ROWS * MICROBATCHES, WIDTH), "y": torch.randn(ROWS * MICROBATCHES, WIDTH)}
 
 
-WHOLE = [name for name, make in REGISTRY.items() if not getattr(make(), "split", False)]  # test_split_memory has the others
+WHOLE = [name for name, make in REGISTRY.items() if not getattr(make(), "split", False)]  # halves: test_split_memory
 CASES = [(schedule, mode, 2) for schedule in WHOLE for mode in ("never", "always", "except_last")]
 CASES += [("gpipe", "never", 1), ("1f1b", "always", 3), ("1f1b", "never", 5)]
 

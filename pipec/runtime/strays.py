@@ -26,7 +26,7 @@ def check_strays(stage: Stage, stages: Sequence[Stage], roots: Iterable[Any], le
             re-entrant checkpoint.
     """
     known = {id(leaf) for leaf in flat(leaves)} | {id(p) for p in stage.trainable()}
-    for leaf in leaves_below(stage.name, flat(roots)):
+    for leaf in leaves_below(flat(roots), stage.name):
         if id(leaf) not in known:
             owner = next(
                 (f"{name!r} of stage {other.name!r}" for other in stages for name, p in other.named_parameters()
@@ -58,7 +58,7 @@ def flat(tree: Any) -> list[Any]:
     return found
 
 
-def leaves_below(stage: str, roots: Iterable[Any]) -> list[Tensor]:
+def leaves_below(roots: Iterable[Any], stage: str) -> list[Tensor]:
     """Every tensor that the graph accumulates into.
 
     Raises:

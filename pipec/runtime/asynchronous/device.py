@@ -174,7 +174,7 @@ OverlappedDevice.handlers = (
 def check_standing_in(stage: Stage, weights: StageWeights, roots: list[Any]) -> None:
     """Raise RunError when a graph made with other weights reaches a live parameter."""
     names: dict[int, str] = {id(p): name for name, p in zip(weights.names, weights.parameters, strict=True)}
-    for leaf in leaves_below(flat(roots)):
+    for leaf in leaves_below(flat(roots), stage.name):
         if isinstance(leaf, Tensor) and id(leaf) in names:
             raise RunError(
                 f"stage {stage.name!r} reads its parameter {names[id(leaf)]!r} in another way than as an attribute of "
