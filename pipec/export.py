@@ -49,6 +49,7 @@ def _structure(plan: Plan) -> Iterator[str]:
     """What of the graph does not flow from each chunk to the next."""
     graph, last = plan.graph, len(plan.chunks) - 1
     names = [repr(stage.name) for stage in graph.stages]
+    training = plan.training
     chunk = {stage: c.index for c in plan.chunks for stage in c.stages}
     for value in graph.values:
         source = chunk[value.producer]
@@ -70,7 +71,7 @@ def _structure(plan: Plan) -> Iterator[str]:
         lost = [names[stage] for stage in c.stages if graph.stages[stage].loss]
         if lost and c.index != last:
             yield f"stage {lost[0]} (chunk {c.index}) computes a loss; its runtime has a loss in the last chunk only"
-        if plan.training and not any(graph.stages[stage].backward for stage in c.stages):
+        if training and not any(graph.stages[stage].backward for stage in c.stages):
             yield (
                 f"chunk {c.index} ({', '.join(names[s] for s in c.stages)}) has no backward, as no loss depends on "
                 "it; its runtime runs one for every stage"

@@ -12,6 +12,7 @@ import io
 import re
 from itertools import count, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from attrs import field, frozen
 
@@ -29,8 +30,7 @@ _FUSED = re.compile(rf"\(([^()]*)\){OVERLAP}")
 _COMMUNICATION = re.compile(r"\d+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
-@frozen
-class Cell:
+class Cell(NamedTuple):
     """A task and where it stands, row and column from 1."""
 
     row: int
@@ -123,15 +123,16 @@ def parse_torch_csv(text: str, name: str = "torch-csv") -> TorchSchedule:
         faults += _place([cell for cells in row for cell in cells], owner, found)
     if not unreadable:
         faults += _gaps("stage", set(owner)) + _gaps("microbatch", {op[2] for op in found})
+    microbatches = 1 + max((op[2] for op in found), default=-1)
     if not faults:
-        faults += _backwards(found, len(owner))
+        faults += _backwards(found, len(owner), microbatches)
     raise_all(f"schedule {name!r} ({FORMAT})", faults, ScheduleError, most=MOST)
     return TorchSchedule(
         tuple(
             tuple(overlap(*(cell.op for cell in cells)) if len(cells) > 1 else cells[0].op for cells in row)
             for row in rows
         ),
-        name, tuple(owner[s] for s in range(len(owner))), 1 + max(op[2] for op in found),
+        name, tuple(owner[s] for s in range(len(owner))), microbatches,
     )
 
 
@@ -212,15 +213,13 @@ def _gaps(what: str, numbers: set[int]) -> list[Fault]:
                   f"{'' if lost > 1 else 's'} nowhere, but the largest is {max(numbers)}; both are numbered from 0")]
 
 
-def _backwards(found: dict[Op, Cell], stages: int) -> list[Fault]:
+def _backwards(found: dict[Op, Cell], stages: int, microbatches: int) -> list[Fault]:
     """A problem for each stage and microbatch without one forward and one backward, whole or in halves."""
     faults = []
+    kinds = [int(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
     for stage in range(stages):
-        for m in range(1 + max(op[2] for op in found)):
-            forward, whole, half, weight = (
-                (int(kind), stage, m) in found
-                for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-            )
+        for m in range(microbatches):
+            forward, whole, half, weight = [(kind, stage, m) in found for kind in kinds]
             if not forward:
                 faults.append(Fault(f"{stage}F{m} is missing"))
             if whole and half:
