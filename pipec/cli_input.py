@@ -29,6 +29,7 @@ COMPILE = (
     "schedule",
     "placement",
     "chunks",
+    "slices",
     "recompute",
     "update",
     "forward_only",
@@ -39,6 +40,7 @@ COSTS = (
     "backward_weight",
     "recompute_cost",
     "update_cost",
+    "overlap",
     "latency",
     "bandwidth",
     "output_bytes",
@@ -216,6 +218,7 @@ def compile_with(given: Given, arguments: Arguments, schedule: str) -> Plan:
         policy,
         placement=arguments.placement,
         chunks=arguments.chunks,
+        slices=arguments.slices or 1,
         recompute=(arguments.recompute or "never").replace("-", "_"),
         update=None if arguments.update in (None, "none") else arguments.update,
         forward_only=arguments.forward_only or not given.spec.losses,
@@ -335,6 +338,7 @@ def add_compile_options(parser: argparse.ArgumentParser, several: bool = False) 
     )
     group.add_argument("--placement", choices=("linear", "looped", "v"), help="default: the schedule's own")
     group.add_argument("--chunks", type=count, metavar="V", help="chunks per device, for a looped placement")
+    group.add_argument("--slices", type=count, metavar="K", help="slices of a sequence per microbatch")
     group.add_argument(
         "--recompute",
         type=lambda text: text.replace("_", "-"),
@@ -353,6 +357,7 @@ def add_compile_options(parser: argparse.ArgumentParser, several: bool = False) 
         ("backward-weight", "the weight half of a backward (default: 1)"),
         ("recompute-cost", "a recompute (default: as forward)"),
         ("update-cost", "an update (default: 0)"),
+        ("overlap", "factor on tasks that run as one (default: 1)"),
         ("latency", "added to every copy's arrival (default: 0)"),
     ):
         group.add_argument(f"--{name}", type=float, metavar="T", help=text)

@@ -21,6 +21,7 @@ OPTIONS = {
     "output_bytes": "--output-bytes SIZE",
     "pipec.activations(": "--memory-limit 4activations",
     "chunks=": "--chunks V",
+    "slices=": "--slices K",
     "memory='shares'": "--memory shares",
 }
 

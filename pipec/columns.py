@@ -27,19 +27,24 @@ class Buffer(IntEnum):
     GRADIENT = 2  # gradients of a value, at a reader's device or back at its producer
     WEIGHT = 3  # an older version of a stage's weights, kept for tasks that still read it
     RECOMPUTED = 4  # a value that a segment's recompute made anew
+    CARRY = 5  # what a stage hands on from a slice to the next
+    CARRY_GRADIENT = 6  # its gradient, from a slice to the one before
 
     @property
     def letter(self) -> str:
-        return ("a", "v", "dv", "w", "rv")[self]
+        return ("a", "v", "dv", "w", "rv", "c", "dc")[self]
+
+
+OF_STAGES = (Buffer.ACTIVATION, Buffer.WEIGHT, Buffer.CARRY, Buffer.CARRY_GRADIENT)  # of any other kind: of a value
 
 
 @frozen(eq=False)
 class Buffers:
     """Live ranges as columns: a buffer comes to life in task ``writer`` and is freed when ``free`` has ended.
 
-    ``ref`` is a stage for activations and weights and a value otherwise; ``microbatch`` is the version of weights,
-    which come to life when the UPDATE that replaces them makes a copy. Every other reader of the buffer, on any lane,
-    ends before ``free`` does.
+    ``ref`` is a stage for activations, weights and what is carried, and a value otherwise; ``microbatch`` is the
+    version of weights, which come to life when the UPDATE that replaces them makes a copy. Every other reader of the
+    buffer, on any lane, ends before ``free`` does.
     """
 
     kind: Column = field(converter=to_column)

@@ -22,6 +22,7 @@ from pipec.passes.settle import settle
 from pipec.passes.updates import updates
 from pipec.schedules import find_schedule
 from pipec.schedules.base import Policy, Problem, is_asynchronous, policy_name
+from pipec.slicing import check_slices
 from pipec.spec import Graph
 from pipec.verify import verify
 
@@ -34,6 +35,7 @@ def compile(  # noqa: A001 - the verb of this library
     *,
     placement: str | Mapping[str, int] | Sequence[int] | None = None,
     chunks: int | None = None,
+    slices: int = 1,
     recompute: str | Mapping[str, str] = "never",
     update: str | None = None,
     update_early: bool = False,
@@ -52,6 +54,8 @@ def compile(  # noqa: A001 - the verb of this library
         placement: "linear", "looped", "v", a mapping from stage names to devices, or one device per stage; by
             default the stages' ``device=``, else the schedule's own.
         chunks: chunks per device for a looped placement; by default one per stage.
+        slices: parts that each microbatch is cut into along its sequence, see ``input(slice_dim=)`` and
+            ``stage(carry=)``.
         recompute: "never", "always", "except_last", or a mapping from stage names to these.
         update: None (the script steps its optimizer), "stage" (one optimizer a stage), "all" (one for everything);
             asynchronous schedules take "stage" only.
@@ -83,10 +87,11 @@ def compile(  # noqa: A001 - the verb of this library
         if not isinstance(costs, Costs):
             raise SpecError(f"costs must be pipec.Costs(...), got {type(costs).__name__}")
         costs.check(spec.graph)
+    check_slices(spec, slices)
     default = getattr(policy, "placement", "linear")
     made = place(spec, devices, placement, chunks or getattr(policy, "chunks", None), costs, default)
     recipe = Recipe(policy, recompute, update, update_early, not forward_only, memory_limit)
-    return build(spec.graph, made, devices, microbatches, recipe, costs)
+    return build(spec.graph, made, devices, microbatches, recipe, costs, slices)
 
 
 @frozen(eq=False)
@@ -102,12 +107,18 @@ class Recipe:
 
 
 def build(
-    graph: Graph, chunks: tuple[Chunk, ...], devices: int, microbatches: int, recipe: Recipe, costs: Costs | None
+    graph: Graph, chunks: tuple[Chunk, ...], devices: int, microbatches: int, recipe: Recipe, costs: Costs | None,
+    slices: int = 1,
 ) -> Plan:
     """Run the passes on placed chunks, and verify what they made."""
     problem = Problem(chunks, devices, microbatches, chunk_edges(graph, chunks), costs or Costs(),
-                      tuple(s.name for s in graph.stages), recipe.memory_limit)
+                      tuple(s.name for s in graph.stages), recipe.memory_limit, slices=slices)
     if recipe.training and is_asynchronous(recipe.policy):
+        if slices > 1:
+            raise ScheduleError(
+                f"schedule {policy_name(recipe.policy)!r} updates weights between microbatches, so it cannot cut them "
+                f"into {slices} slices; use a synchronous schedule, 'seq-1f1b' say"
+            )
         draft = settle(problem, lambda longer: compute_tasks(graph, longer, recipe))
     else:
         draft = compute_tasks(graph, problem, recipe)
@@ -134,14 +145,16 @@ def finish(draft: Any, costs: Costs | None = None) -> Plan:
     )
 
 
-def with_microbatches(plan: Plan, microbatches: int) -> Plan:
-    """The same pipeline on the same devices and schedule with another number of microbatches per minibatch.
+def with_microbatches(plan: Plan, microbatches: int, slices: int | None = None) -> Plan:
+    """The same pipeline on the same devices and schedule with another number of microbatches per minibatch, or of
+    slices per microbatch.
 
     Raises:
         ScheduleError: the plan was loaded from a file and its schedule is not one that pipec knows by name.
     """
     recipe = plan.recipe or _recipe_from_text(plan)
-    return build(plan.graph, plan.chunks, plan.devices, microbatches, recipe, plan.costs)
+    slices = plan.slices if slices is None else slices
+    return build(plan.graph, plan.chunks, plan.devices, microbatches, recipe, plan.costs, slices)
 
 
 def _recipe_from_text(plan: Plan) -> Recipe:
@@ -160,8 +173,10 @@ def _recipe_from_text(plan: Plan) -> Recipe:
     return Recipe(find_schedule(plan.schedule), modes, plan.update, early, plan.training)
 
 
-def forward_plan(plan: Plan, microbatches: int | None = None) -> Plan:
+def forward_plan(plan: Plan, microbatches: int | None = None, slices: int | None = None) -> Plan:
     """The plan of forwards only on the same placement: what evaluation runs."""
     count = plan.minibatch if microbatches is None else microbatches
+    slices = plan.slices if slices is None else slices
     recipe = Recipe(find_schedule("gpipe"), training=False)
-    return evolve(build(plan.graph, plan.chunks, plan.devices, count, recipe, plan.costs), schedule="forward")
+    made = build(plan.graph, plan.chunks, plan.devices, count, recipe, plan.costs, slices)
+    return evolve(made, schedule="forward")

@@ -21,6 +21,7 @@ class StageCosts:
     ``activation_bytes``: saved by a FORWARD for its backward, without parameters, inputs and outputs.
     ``weight_activation_bytes``: held from the end of a BACKWARD_INPUT until its BACKWARD_WEIGHT: what of the saved the
     weight half reads, inputs of the stage included, and gradients that wait for it. By default all that was saved.
+    ``carry_bytes``: of what the stage carries on over the slices of a whole microbatch; each slice adds its part.
     ``output_bytes``: of the stage's values, each; a mapping by value name in ``Costs.values`` overrides it.
     """
 
@@ -33,6 +34,7 @@ class StageCosts:
     output_bytes: int | None = None
     weight_bytes: int | None = None
     weight_activation_bytes: int | None = None
+    carry_bytes: int | None = None
 
 
 DURATIONS = ("forward", "backward_input", "backward_weight", "recompute", "update", "latency")
@@ -189,6 +191,9 @@ class Costs:
 
     def weight_activation_bytes(self, stage: str) -> int | None:
         return self.stages.get(stage, _NONE).weight_activation_bytes
+
+    def carry_bytes(self, stage: str) -> int | None:
+        return self.stages.get(stage, _NONE).carry_bytes
 
     def weight_bytes(self, stage: str) -> int | None:
         return self.stages.get(stage, _NONE).weight_bytes

@@ -39,12 +39,18 @@ class Pipeline:
         self._location = caller()
         self._spec: Spec | None = None
 
-    def input(self, name: str, *, split: int | None = 0) -> Value:
-        """Declare an input; ``split`` is the dimension cut into microbatches, None: the same for all of them."""
+    def input(self, name: str, *, split: int | None = 0, slice_dim: int | None = None) -> Value:
+        """Declare an input; ``split`` is the dimension cut into microbatches, None: the same for all of them.
+
+        ``slice_dim`` is the dimension of the sequence, for ``compile(slices=...)``; None: the same for all slices.
+        """
         self._check_name("input", name, [i.name for i in self._inputs])
-        if split is not None and (isinstance(split, bool) or not isinstance(split, int)):
-            self._problem(f"input {name!r}: split must be a dimension or None, got {split!r}")
-        self._inputs.append(InputSpec(name, split, caller()))
+        self._check_dim(f"input {name!r}: split", split)
+        self._check_dim(f"input {name!r}: slice_dim", slice_dim)
+        if split is not None and split == slice_dim:
+            self._problem(f"input {name!r}: split and slice_dim are both {split}; one is cut into microbatches, the "
+                          "other into slices of a sequence")
+        self._inputs.append(InputSpec(name, split, caller(), slice_dim))
         return self._value("input", len(self._inputs) - 1)
 
     def stage(
@@ -55,6 +61,7 @@ class Pipeline:
         params: Any = None,
         outputs: int | None = None,
         device: int | None = None,
+        carry: bool = False,
         **kwargs: Any,
     ) -> Value:
         """Declare a stage and return its result.
@@ -63,6 +70,10 @@ class Pipeline:
         With ``params`` (a pytree of tensors) it is called as ``fn(params, *args, **kwargs)``. Arguments are
         values of this pipeline, containers of them, or constants. ``outputs=n`` lets the result be unpacked;
         ``device`` is a logical device index.
+
+        ``carry=True``: what the stage makes of a part of a sequence depends on the parts before it. It is called with
+        ``carry=`` what it returned for the slice before (None for the first) and returns (result, carry), such as
+        the keys and values of an attention; see ``compile(slices=...)``.
         """
         location = caller()
         if self._name_forgotten("stage", stage_name, (fn, args, kwargs)):
@@ -80,20 +91,30 @@ class Pipeline:
         if device is not None and (isinstance(device, bool) or not isinstance(device, int) or device < 0):
             self._problem(f"stage {stage_name!r}: device is a logical index 0, 1, ..., got {device!r}")
             device = None
+        if not isinstance(carry, bool):
+            self._problem(f"stage {stage_name!r}: carry is True or False, got {_brief(carry)}; what a stage carries on "
+                          "comes from the stage itself")
+            carry = False
         skips: set[Ref] = set()
         before = len(self._problems)
         filled = self._template(f"stage {stage_name!r}", (args, kwargs), skips)
         if len(self._problems) == before and not any(isinstance(leaf, Ref) for leaf in flatten(filled)[0]):
             self._reads_nothing(f"stage {stage_name!r}", "value: pass an input or another stage's result", filled)
-        self._check_call(f"stage {stage_name!r}", fn, ((None,) if params is not None else ()) + args, kwargs)
+        self._check_call(f"stage {stage_name!r}", fn, ((None,) if params is not None else ()) + args,
+                         kwargs | ({"carry": None} if carry else {}))
         self._stages.append(
-            StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), location, outputs)
+            StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), location, outputs, carry)
         )
         self._spec = None
         return self._value("stage", len(self._stages) - 1, outputs)
 
-    def output(self, value: Any, name: str | None = None, *, dim: int | None = 0) -> None:
-        """Hand a value back from every step; microbatches are joined along ``dim``, None keeps a list."""
+    def output(
+        self, value: Any, name: str | None = None, *, dim: int | None = 0, slice_dim: int | None = None
+    ) -> None:
+        """Hand a value back from every step; microbatches are joined along ``dim``, None keeps a list.
+
+        Slices of a sequence are joined along ``slice_dim``.
+        """
         location = caller()
         ref = self._ref("output", value)
         if ref is None:
@@ -101,11 +122,11 @@ class Pipeline:
         if ref.source == "input":
             self._problem(f"output {value!r} is an input of the pipeline; only what a stage returns can be an output")
             return
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-            self._problem(f"output {value!r}: dim must be a dimension or None, got {dim!r}")
+        self._check_dim(f"output {value!r}: dim", dim)
+        self._check_dim(f"output {value!r}: slice_dim", slice_dim)
         name = repr(value) if name is None else name
         self._check_name("output", name, [o.name for o in self._outputs])
-        self._outputs.append(OutputSpec(name, ref, dim, location))
+        self._outputs.append(OutputSpec(name, ref, dim, location, slice_dim))
         self._spec = None
 
     def loss(
@@ -187,6 +208,10 @@ class Pipeline:
             self._problem(f"{what}: a name is a non-empty string, got {name!r}")
         elif name in taken:
             self._problem(f"{what} {name!r} is declared twice; give each {what} a name of its own")
+
+    def _check_dim(self, what: str, dim: Any) -> None:
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            self._problem(f"{what} must be a dimension or None, got {dim!r}")
 
     def _name_forgotten(self, what: str, name: Any, call: Any) -> bool:
         """True when a module or a value stands where the name belongs; what the call reads counts as read."""
@@ -314,12 +339,15 @@ class Pipeline:
         return f"got the string {name!r}; pass the value that {made} returned"
 
 
-def chain(stages: int, name: str = "chain") -> Pipeline:
-    """A pipeline of ``stages`` placeholders in a row with a loss at its end: for plans without any module."""
+def chain(stages: int, name: str = "chain", carry: bool = False) -> Pipeline:
+    """A pipeline of ``stages`` placeholders in a row with a loss at its end: for plans without any module.
+
+    ``carry``: each stage hands something on from slice to slice of a sequence.
+    """
     pipeline = Pipeline(name)
-    value = pipeline.input("x")
+    value = pipeline.input("x", slice_dim=1)
     for index in range(stages):
-        value = pipeline.stage(f"s{index}", None, value)
+        value = pipeline.stage(f"s{index}", None, value, carry=carry)
     if stages:
         pipeline.loss("loss", None, value)
     return pipeline

@@ -62,7 +62,7 @@ def from_dict(given: Any) -> Plan:
             graph["name"].all(str),
             graph["stages"].each(lambda s: StageInfo(
                 s["name"].all(str), s["backward"].all(bool), s["loss"].all(bool), s["ordered"].all(bool),
-                s["reads"].wholes(), s["gives"].wholes(),
+                s["reads"].wholes(), s["gives"].wholes(), s["carry"].all(bool),
             )),
             graph["values"].each(lambda v: ValueInfo(
                 v["name"].all(str), v["producer"].whole(), v["readers"].wholes(), v["skips"].wholes()

@@ -33,7 +33,8 @@ def durations(plan: Plan, costs: Costs) -> Floats:
             by_stage[kind, number] = costs.duration(kind, stage.name)
     trained = sorted({int(s) for s in table.stage[np.isin(table.kind, BACKWARDS)]})
     by_stage[Kind.UPDATE, -1] = sum(by_stage[Kind.UPDATE, s] for s in trained)  # an UPDATE of all stages
-    made = by_stage[table.kind, table.stage] / plan.slices
+    by_stage[: Kind.COPY] /= plan.slices
+    made = by_stage[table.kind, table.stage]
     made[table.group > 0] *= costs.overlap
     if costs.bandwidth is not None:
         copies = np.flatnonzero(table.kind == Kind.COPY)
@@ -148,22 +149,24 @@ def buffer_bytes(plan: Plan, costs: Costs) -> Floats | None:
     is charged to the activation, and not a second time to the value at its producer, unless a RECOMPUTE makes the
     saved one anew.
     """
-    values = value_bytes(plan, costs)
-    saved = [costs.activation_bytes(s.name) for s in plan.graph.stages]
-    buffers = plan.buffers
-    is_saved, is_gradient = buffers.kind == Buffer.ACTIVATION, buffers.kind == Buffer.GRADIENT
-    used_values, used_stages = set(buffers.ref[~is_saved].tolist()), set(buffers.ref[is_saved].tolist())
-    if any(values[v] is None for v in used_values) or any(saved[s] is None for s in used_stages):
+    stages, names = plan.graph.stages, [value.name for value in plan.graph.values]
+    values, kept = value_bytes(plan, costs), [costs.saved_values.get(name, 0) for name in names]
+    saved = [costs.activation_bytes(stage.name) for stage in stages]
+    own = [sum(kept[v] for v in stage.gives) for stage in stages]
+    carried = [costs.carry_bytes(stage.name) for stage in stages]
+    sizes: dict[Buffer, list[int | None]] = dict.fromkeys(Buffer, values) | {
+        Buffer.ACTIVATION: [None if s is None else s + more for s, more in zip(saved, own, strict=True)],
+        Buffer.GRADIENT: [None if v is None else costs.gradients.get(n, v) for n, v in zip(names, values, strict=True)],
+        Buffer.WEIGHT: [costs.weight_bytes(stage.name) for stage in stages],
+        Buffer.CARRY: carried, Buffer.CARRY_GRADIENT: carried,
+    }
+    width = max(len(stages), len(values))
+    flat = [size for kind in Buffer for size in [*sizes[kind], *[0] * (width - len(sizes[kind]))]]
+    key = plan.buffers.kind.astype(np.int64) * width + plan.buffers.ref
+    if any(flat[number] is None for number in np.unique(key).tolist()):
         return None
-    names = [value.name for value in plan.graph.values]
-    kept = [costs.saved_values.get(name, 0) for name in names]
-    own = [sum(kept[v] for v in stage.gives) for stage in plan.graph.stages]
-    of_value = np.asarray([v or 0 for v in values] + [0], float)
-    of_gradient = np.asarray([costs.gradients.get(n, v or 0) for n, v in zip(names, values, strict=True)] + [0], float)
-    of_stage = np.asarray([(s or 0) + more for s, more in zip(saved, own, strict=True)] + [0], float)
-    stage, value = np.where(is_saved, buffers.ref, -1), np.where(is_saved, -1, buffers.ref)
-    made = np.where(is_saved, of_stage[stage], np.where(is_gradient, of_gradient[value], of_value[value]))
-    return (made - _counted_twice(plan, np.asarray([*kept, 0], float))) / plan.slices
+    made = np.asarray([size or 0 for size in flat], float)[key]
+    return np.asarray((made - _counted_twice(plan, np.asarray([*kept, 0], float))) / plan.slices)
 
 
 def later_bytes(plan: Plan, costs: Costs, weights: Floats) -> tuple[npt.NDArray[np.int64], Floats]:

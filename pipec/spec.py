@@ -29,11 +29,15 @@ class Ref:
 
 @frozen
 class InputSpec:
-    """An input of the pipeline; ``split`` is the dimension cut into microbatches, None: the same for all."""
+    """An input of the pipeline; ``split`` is the dimension cut into microbatches, None: the same for all.
+
+    ``slice_dim`` is the one that may be cut into slices of a sequence, None: the same for all slices.
+    """
 
     name: str
     split: int | None = 0
     location: Location | None = field(default=None, eq=False)
+    slice_dim: int | None = None
 
 
 @frozen(eq=False)
@@ -49,6 +53,7 @@ class StageSpec:
     skips: frozenset[Ref] = frozenset()
     location: Location | None = None
     outputs: int | None = None  # the result is a tuple or list of so many parts
+    carry: bool = False  # ``fn`` takes ``carry=`` of the slice before and returns (result, carry for the next one)
 
     def refs(self) -> Iterator[Ref]:
         return refs_of((self.args, self.kwargs))
@@ -77,12 +82,16 @@ class LossSpec:
 
 @frozen
 class OutputSpec:
-    """A value handed back by ``step``; ``dim`` joins the microbatches, None gives a list of them."""
+    """A value handed back by ``step``; ``dim`` joins the microbatches, None gives a list of them.
+
+    ``slice_dim`` joins the slices of a sequence.
+    """
 
     name: str
     ref: Ref
     dim: int | None = 0
     location: Location | None = field(default=None, eq=False)
+    slice_dim: int | None = None
 
 
 @frozen(eq=False)
@@ -151,7 +160,11 @@ class Port:
 
 @frozen
 class StageInfo:
-    """Structure of a stage. ``backward``: a loss depends on it. ``ordered``: its buffers change per microbatch."""
+    """Structure of a stage.
+
+    ``backward``: a loss depends on it. ``ordered``: its buffers change per microbatch. ``carry``: it hands something
+    on from each slice of a sequence to the next.
+    """
 
     name: str
     backward: bool = True
@@ -159,6 +172,7 @@ class StageInfo:
     ordered: bool = False
     reads: tuple[int, ...] = ()  # values
     gives: tuple[int, ...] = ()  # values
+    carry: bool = False
 
 
 @frozen
@@ -265,6 +279,7 @@ def build_graph(spec: Spec, ports: tuple[Port, ...]) -> Graph:
             _has_buffers(stage.fn),
             tuple(i for i, port in enumerate(ports) if number in port.readers),
             tuple(i for i, port in enumerate(ports) if port.producer == number),
+            stage.carry,
         )
         for number, stage in enumerate(spec.stages)
     )

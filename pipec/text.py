@@ -46,7 +46,7 @@ def format_plan(plan: Plan) -> str:
     ]
     owner = {s: chunk for chunk in plan.chunks for s in chunk.stages}
     for number, stage in enumerate(plan.graph.stages):
-        flags = [name for name in ("loss", "ordered") if getattr(stage, name)]
+        flags = [name for name in ("loss", "ordered", "carry") if getattr(stage, name)]
         flags += [] if stage.backward else ["forward-only"]
         lines.append(
             f"stage {number} {quote(stage.name)} chunk={owner[number].index} device={owner[number].device}"
@@ -110,7 +110,7 @@ _ITEM = r"(\d+)(?:\.(\d+))?(?:~(\d+))?"
 _TASK = re.compile(
     rf"%(\d+)\s+(?:(?P<copy>[dr]?v(\d+)\[{_ITEM}\]:(\d+)>(\d+))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
 )
-_BUFFER = re.compile(rf"(dv|rv|v|a|w)(\d+)\[{_ITEM}\](?::\d+)?")
+_BUFFER = re.compile(rf"(dv|dc|rv|v|a|w|c)(\d+)\[{_ITEM}\](?::\d+)?")
 
 
 def parse_plan(text: str) -> Plan:
@@ -271,6 +271,7 @@ class _Body:
                 stage, "forward-only" not in flags, "loss" in flags, "ordered" in flags,
                 tuple(v for v, info in enumerate(self.values) if number in info.readers),
                 tuple(v for v, info in enumerate(self.values) if info.producer == number),
+                "carry" in flags,
             )
             for number, (stage, _, _, flags) in enumerate(self.stages)
         )

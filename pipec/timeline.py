@@ -147,7 +147,7 @@ class Timeline:
 
         buffers = self.plan.buffers
         saved = buffers.kind == Buffer.ACTIVATION
-        return np.where(saved, shares(self.plan)[np.where(saved, buffers.ref, 0)], 0.0)
+        return np.where(saved, shares(self.plan)[np.where(saved, buffers.ref, 0)] / self.plan.slices, 0.0)
 
     @cached_property
     def peak_share(self) -> list[float]:

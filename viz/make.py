@@ -24,6 +24,7 @@ from pipec.schedules import REGISTRY
 HERE = Path(__file__).resolve().parent
 FRESH = HERE / "fresh.json"
 DEVICES, MICROBATCHES = 4, 8
+SLICES = {"seq-1f1b": 2}
 MIB = 2**20
 
 
@@ -71,7 +72,9 @@ def schedule_plan(name: str, **options: str) -> pipec.Plan:
     looped = getattr(REGISTRY[name](), "placement", "linear") != "linear"
     stages, cost = (2 * DEVICES, 1.0) if looped else (DEVICES, 2.0)
     costs = pipec.Costs(cost, cost, cost)
-    return pipec.compile(pipec.chain(stages), DEVICES, MICROBATCHES, name, costs=costs, **options)
+    slices = SLICES.get(name, 1)
+    chain = pipec.chain(stages, carry=slices > 1)
+    return pipec.compile(chain, DEVICES, MICROBATCHES, name, slices=slices, costs=costs, **options)
 
 
 # What a newcomer should know of each schedule; one that is missing here shows its own description.
@@ -90,6 +93,11 @@ WORDS = {
         "1F1B that runs about twice as many forwards ahead. A device then has work while activations and gradients "
         "travel, for about twice the activations.",
         "when the hand-over between devices takes a noticeable part of a task and memory allows it.",
+    ),
+    "seq-1f1b": (
+        "1F1B over slices of sequences, here two per microbatch, 3 and 3.1: a causal model runs them one after "
+        "another, and their backwards in reverse. Half the bubble, and little more than half the activations.",
+        "for long sequences, of which there are few.",
     ),
     "interleaved-1f1b": (
         "Every device holds several chunks of the model (light and dark) and a microbatch goes round the devices once "

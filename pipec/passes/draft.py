@@ -68,6 +68,7 @@ class Index:
 
     def __init__(self, table: Table, stages: int, microbatches: int, slices: int = 1, replicas: int = 1) -> None:
         self.items = microbatches * slices * replicas
+        self._shape = replicas, slices, microbatches
         self.rows = np.full((len(Kind), stages, self.items), -1, np.int64)
         ids = np.flatnonzero((table.kind != Kind.COPY) & (table.kind != Kind.UPDATE))
         item = (table.replica[ids] * slices + table.slice[ids]) * microbatches + table.microbatch[ids]
@@ -77,6 +78,12 @@ class Index:
         """Rows of ``kind`` of a stage by item, shape (items,)."""
         rows: npt.NDArray[np.int64] = self.rows[kind, stage]
         return rows
+
+    def of_next(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Per item the row of its microbatch's next slice, -1 for the last slice; ``rows`` are by item."""
+        moved = np.full(self._shape, -1, np.int64)
+        moved[:, :-1] = rows.reshape(self._shape)[:, 1:]
+        return moved.ravel()
 
     def input_backward(self, stage: int) -> npt.NDArray[np.int64]:
         """The tasks that make a stage's input gradients: BACKWARD or BACKWARD_INPUT."""
@@ -160,4 +167,6 @@ def data_edges(graph: Graph, index: Index, again: Again) -> Pairs:
         parts.append(pairs(weight, backward))
         for reader in {r for v in stage.gives for r in graph.gradient_readers(v)}:
             parts.append(pairs(backward, index.input_backward(reader)))
+        if stage.carry:
+            parts += [pairs(index.of_next(forward), forward), pairs(backward, index.of_next(backward))]
     return join(parts)

@@ -149,6 +149,10 @@ def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pa
             forward, anew = index.of(Kind.FORWARD, stage), index.of(Kind.RECOMPUTE, stage)
             add(Buffer.ACTIVATION, stage, int(devices[stage]), np.where(anew >= 0, anew, forward),
                 index.last_backward(stage))
+        if about.carry:
+            home, backward = int(devices[stage]), index.input_backward(stage)
+            add(Buffer.CARRY, stage, home, index.of(Kind.FORWARD, stage), index.of_next(index.last_use(stage)))
+            add(Buffer.CARRY_GRADIENT, stage, home, index.of_next(backward), backward)
     for value, info in enumerate(graph.values):
         home = int(devices[info.producer])
         forward, backward = index.of(Kind.FORWARD, info.producer), index.input_backward(info.producer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from pipec.spec import Graph
 KINDS = (Kind.FORWARD, *BACKWARDS)
 ASYNCHRONOUS_KINDS = (*KINDS, Kind.RECOMPUTE, Kind.UPDATE)
 READ_TEXT = "text is read by pipec.parse_schedule"
-Ops = npt.NDArray[np.int64]  # (tasks, 3): kind, chunk, microbatch
+Ops = npt.NDArray[np.int64]  # (tasks, 3): kind, chunk, microbatch; or (tasks, 4): and the slice
 
 
 def chunk_edges(graph: Graph, chunks: tuple[Chunk, ...]) -> tuple[tuple[int, int], ...]:
@@ -51,7 +52,7 @@ def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True)
         rows = [row[keep] for row, keep in zip(rows, kept, strict=True)]
         groups = [group[keep] for group, keep in zip(groups, kept, strict=True)]
     tables = [
-        expand(graph, problem.chunks, device, row, group)
+        expand(graph, problem.chunks, device, row, group, problem.slices)
         for device, (row, group) in enumerate(zip(rows, groups, strict=True))
     ]
     table = concat_tables(tables)
@@ -60,7 +61,7 @@ def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True)
         starts: Any = getattr(policy, "segment_starts", lambda problem: range(len(problem.chunks)))
         recompute = segments_text([problem.chunks[c].stages[0] for c in starts(problem)])
     return Draft(graph, problem.chunks, problem.devices, problem.microbatches, name, table, recompute,
-                 minibatches=problem.minibatches, rule=rule)
+                 slices=problem.slices, minibatches=problem.minibatches, rule=rule)
 
 
 def read_rows(answer: Any, name: str) -> list[list[Any]]:
@@ -109,50 +110,60 @@ def without_groups(rows: list[list[Any]], name: str) -> tuple[list[list[Any]], l
 
 
 def check_order(problem: Problem, rows: list[list[Any]], name: str, asynchronous: bool = False) -> list[Ops]:
-    """The tasks per device as arrays, when every chunk and microbatch has its forward and backward once.
+    """The tasks per device as arrays, when every chunk, microbatch (and slice) has its forward and backward once.
+
+    Returns:
+        Per device (tasks, 3), or (tasks, 4) when the schedule orders slices.
 
     ``asynchronous``: every chunk also has its updates 0, 1, ... once, as many in each minibatch.
 
     Raises:
         ScheduleError: listing what is wrong with a policy's answer, in the words of the schedule.
     """
-    arrays = [_as_array(row) for row in rows]
+    sliced = not asynchronous and any(isinstance(row[0], tuple) and len(row[0]) == 4 for row in rows if row)
+    width = 4 if sliced else 3
+    arrays = [_as_array(row, width) for row in rows]
     kinds = ASYNCHRONOUS_KINDS if asynchronous else KINDS
-    if not _complete(problem, arrays, kinds):
-        raise_all(f"schedule {name!r}", _faults(problem, rows, kinds), ScheduleError, most=12)
-        arrays = [np.asarray([_as_op(op) for op in row], np.int64).reshape(-1, 3) for row in rows]
+    if not _complete(problem, arrays, kinds, width):
+        raise_all(f"schedule {name!r}", _faults(problem, rows, kinds, width), ScheduleError, most=12)
+        arrays = [np.asarray([_as_op(op, width) for op in row], np.int64).reshape(-1, width) for row in rows]
     return [array for array in arrays if array is not None]
 
 
-def _as_array(row: list[Any]) -> Ops | None:
+def _as_array(row: list[Any], width: int) -> Ops | None:
     """``row`` as an array, or None when that takes a closer look at each task."""
     try:
-        array = np.asarray(row if row else np.empty((0, 3), np.int64))
+        array = np.asarray(row if row else np.empty((0, width), np.int64))
     except ValueError:
         return None
-    return array.astype(np.int64) if array.dtype.kind == "i" and array.shape[1:] == (3,) else None
+    return array.astype(np.int64) if array.dtype.kind == "i" and array.shape[1:] == (width,) else None
 
 
-def _as_op(op: Any) -> Op:
-    kind, chunk, microbatch = (operator.index(part) for part in op)
-    return kind, chunk, microbatch
+def _as_op(op: Any, width: int) -> Op:
+    made = tuple(operator.index(part) for part in op)
+    if len(made) != width:
+        raise ValueError
+    return made
 
 
-def _complete(problem: Problem, arrays: list[Ops | None], kinds: tuple[Kind, ...]) -> bool:
+def _complete(problem: Problem, arrays: list[Ops | None], kinds: tuple[Kind, ...], width: int) -> bool:
     """True when nothing is missing, repeated, unknown or on the wrong device."""
     found = [array for array in arrays if array is not None]
     if not len(found) == len(arrays) == problem.devices:
         return False
-    chunks, microbatches = len(problem.chunks), problem.microbatches
-    kind, chunk, microbatch = np.concatenate(found).T
+    chunks, slices = len(problem.chunks), problem.slices if width == 4 else 1
+    columns = np.concatenate(found).T
+    kind, chunk, microbatch = columns[:3]
+    slice_ = columns[3] if width == 4 else np.zeros_like(kind)
     if not (np.isin(kind, kinds) & (chunk >= 0) & (chunk < chunks) & (microbatch >= 0)
-            & (microbatch < microbatches)).all():
+            & (microbatch < problem.microbatches) & (slice_ >= 0) & (slice_ < slices)).all():
         return False
     owner = np.asarray([c.device for c in problem.chunks])
     if (owner[chunk] != np.repeat(np.arange(len(found)), [len(array) for array in found])).any():
         return False
-    key = (kind * chunks + chunk) * microbatches + microbatch
-    times = np.bincount(key, minlength=len(Kind) * chunks * microbatches).reshape(len(Kind), -1)
+    key = ((kind * chunks + chunk) * problem.microbatches + microbatch) * slices + slice_
+    size = len(Kind) * chunks * problem.microbatches * slices
+    times = np.bincount(key, minlength=size).reshape(len(Kind), -1)
     whole, first, second = times[list(BACKWARDS)]
     if Kind.UPDATE in kinds and _update_faults(problem, times[Kind.UPDATE].reshape(chunks, -1)):
         return False
@@ -176,25 +187,25 @@ def _update_faults(problem: Problem, times: npt.NDArray[Any]) -> list[str]:
     return found
 
 
-def _faults(problem: Problem, rows: list[list[Any]], kinds: tuple[Kind, ...]) -> list[Fault]:
+def _faults(problem: Problem, rows: list[list[Any]], kinds: tuple[Kind, ...], width: int) -> list[Fault]:
     faults: list[Fault] = []
     if len(rows) != problem.devices:
         faults.append(Fault(f"it ordered {len(rows)} devices, but there are {problem.devices}"))
     counted: Counter[Op] = Counter()
     for device, row in enumerate(rows):
         for op in row:
-            wrong = _wrong(problem, device, op, kinds)
+            wrong = _wrong(problem, device, op, kinds, width)
             if wrong:
                 faults.append(Fault(f"device {device}: {wrong}"))
             else:
-                counted[_as_op(op)] += 1
+                counted[_as_op(op, width)] += 1
     if not faults:
         for op, times in counted.items():
             if times > 1 and op[0] != Kind.UPDATE:
                 faults.append(Fault(f"{op_name(op)} is ordered {times} times"))
-        for chunk in range(len(problem.chunks)):
-            for m in range(problem.microbatches):
-                faults += [Fault(text) for text in _missing(counted, chunk, m)]
+        ranges = (range(len(problem.chunks)), range(problem.microbatches), range(problem.slices))
+        for item in product(*ranges[: width - 1]):
+            faults += [Fault(text) for text in _missing(counted, item)]
         recomputes = [op for op in counted if op[0] == Kind.RECOMPUTE]
         if recomputes and len(recomputes) < len(problem.chunks) * problem.microbatches:
             faults.append(Fault(f"{op_name(recomputes[0])} is there, but not every chunk and microbatch recomputes"))
@@ -205,36 +216,35 @@ def _faults(problem: Problem, rows: list[list[Any]], kinds: tuple[Kind, ...]) ->
     return faults
 
 
-def _wrong(problem: Problem, device: int, op: Any, kinds: tuple[Kind, ...]) -> str | None:
+def _wrong(problem: Problem, device: int, op: Any, kinds: tuple[Kind, ...], width: int) -> str | None:
     """Why ``op`` cannot stand in the list of ``device``, or None."""
-    chunks, microbatches = len(problem.chunks), problem.microbatches
     try:
-        kind, chunk, microbatch = _as_op(op)
+        made = _as_op(op, width)
     except (TypeError, ValueError):
         text = f"; {READ_TEXT}" if isinstance(op, str) else ""
-        return f"{op!r} is no task; write F(chunk, microbatch) or B, I, W{text}"
+        return f"{op!r} is no task; write F(chunk, microbatch{', slice' * (width == 4)}) or B, I, W{text}"
+    kind, chunk = made[:2]
     if kind == Kind.UPDATE and kind not in kinds:
-        return f"{op_name((kind, chunk, microbatch))}: only asynchronous schedules order updates"
+        return f"{op_name(made)}: only asynchronous schedules order updates"
     if kind not in kinds:
         return f"{op!r} has no kind that a schedule orders"
-    name = op_name((kind, chunk, microbatch))
-    if not 0 <= chunk < chunks:
-        return f"{name}: there is no chunk {chunk}, only 0..{chunks - 1}"
-    if not 0 <= microbatch < microbatches:
-        return f"{name}: there is no microbatch {microbatch}, only 0..{microbatches - 1}"
+    limits = (len(problem.chunks), problem.microbatches, problem.slices)
+    for what, part, limit in zip(("chunk", "microbatch", "slice"), made[1:], limits, strict=False):
+        if not 0 <= part < limit:
+            return f"{op_name(made)}: there is no {what} {part}, only 0..{limit - 1}"
     owner = problem.chunks[chunk].device
-    return None if owner == device else f"{name}: chunk {chunk} is on device {owner}"
+    return None if owner == device else f"{op_name(made)}: chunk {chunk} is on device {owner}"
 
 
-def _missing(counted: Counter[Op], chunk: int, m: int) -> list[str]:
+def _missing(counted: Counter[Op], item: Op) -> list[str]:
     found = []
-    if (0, chunk, m) not in counted:
-        found.append(f"{chunk}F{m} is missing")
-    whole, first, second = ((k, chunk, m) in counted for k in BACKWARDS)
+    if (0, *item) not in counted:
+        found.append(f"{op_name((0, *item))} is missing")
+    whole, first, second = ((int(k), *item) in counted for k in BACKWARDS)
     if whole and (first or second):
-        found.append(f"{chunk}B{m} is ordered whole and in halves; choose one")
+        found.append(f"{op_name((2, *item))} is ordered whole and in halves; choose one")
     elif not whole and first != second:
-        found.append(f"{chunk}{'W' if first else 'I'}{m} is missing, its other half is there")
+        found.append(f"{op_name((4 if first else 3, *item))} is missing, its other half is there")
     elif not whole and not first:
-        found.append(f"{chunk}B{m} is missing")
+        found.append(f"{op_name((2, *item))} is missing")
     return found

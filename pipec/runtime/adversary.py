@@ -137,12 +137,13 @@ def what_slots_hold(plan: Plan) -> list[dict[int, Held]]:
         made.append({})
         places.append({key: slot for slot, key in enumerate(keys)})
     buffers = plan.buffers
-    columns = (buffers.kind, buffers.ref, buffers.microbatch, buffers.device, buffers.writer, buffers.free)
+    piece = buffers.microbatch * plan.slices + buffers.slice
+    columns = (buffers.kind, buffers.ref, piece, buffers.device, buffers.writer, buffers.free)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    for number, (kind, ref, microbatch, device, writer, free) in enumerate(rows):
+    for number, (kind, ref, own, device, writer, free) in enumerate(rows):
         if kind != Buffer.ACTIVATION:
-            slot = places[device][kind, ref, microbatch]
-            held = made[device].setdefault(slot, Held(buffers.token(number), kind == Buffer.VALUE))
+            slot = places[device][kind, ref, own]
+            held = made[device].setdefault(slot, Held(buffers.token(number), kind in (Buffer.VALUE, Buffer.CARRY)))
             held.writers.append(writer)
             held.free = max(held.free, free)
     return made

@@ -85,29 +85,72 @@ def row_count(spec: Spec, values: Sequence[Any]) -> int | None:
     return next(iter(counts)) if counts else None
 
 
+def sequence_length(spec: Spec, values: Sequence[Any]) -> int | None:
+    """Length of the minibatch's sequences, None when no input is cut into slices.
+
+    Raises:
+        RunError: inputs disagree, or an input that is to be cut cannot be.
+    """
+    counts: dict[int, list[str]] = {}
+    problems = []
+    for item, value in zip(spec.inputs, values, strict=True):
+        if item.slice_dim is None or value is MISSING or value is None:
+            continue
+        for tensor in (leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)):
+            if not -tensor.dim() <= item.slice_dim < tensor.dim():
+                problems.append(Problem(f"input {item.name!r} of shape {tuple(tensor.shape)} cannot be cut into slices "
+                                        f"along dimension {item.slice_dim}", item.location))
+            elif item.name not in (names := counts.setdefault(tensor.shape[item.slice_dim], [])):
+                names.append(item.name)
+    if len(counts) > 1:
+        told = ", ".join(f"{'/'.join(names)}: {length}" for length, names in counts.items())
+        problems.append(Problem(f"inputs that are cut into slices disagree on the length of the sequence ({told})"))
+    if 0 in counts:
+        problems.append(Problem(f"the sequences have no position (input {', '.join(counts[0])})"))
+    raise_all(f"pipeline {spec.name!r}", problems, RunError)
+    return next(iter(counts)) if counts else None
+
+
 def sizes(rows: int, microbatches: int) -> list[int]:
     """Rows per microbatch: they differ by at most one, the larger ones first (10 rows in 4: 3, 3, 2, 2)."""
     return [rows // microbatches + (m < rows % microbatches) for m in range(microbatches)]
 
 
-def split(item: InputSpec, value: Any, parts: Sequence[int] | None, count: int) -> list[Any]:
-    """The microbatches of one input as packets (see borders). Pieces are views cut off from the caller's graph."""
+def split(
+    item: InputSpec, value: Any, parts: Sequence[int] | None, count: int, tokens: Sequence[int] | None = None
+) -> list[Any]:
+    """The pieces of one input as packets (see borders), the slices of each microbatch in a row.
+
+    Pieces are views cut off from the caller's graph.
+
+    Args:
+        parts: rows per microbatch, None when no input has any.
+        tokens: positions per slice, None without slices.
+    """
+    slices = 1 if tokens is None else len(tokens)
     if value is MISSING:
-        return [MISSING] * count
+        return [MISSING] * (count * slices)
+    rows = None if item.split is None else parts
+    columns = None if item.slice_dim is None else tokens
+    if rows is None and columns is None:
+        return [pack(value)] * (count * slices)
     leaves, layout = flatten(value)
-    if item.split is None or parts is None:
-        packet = pack(value)
-        return [packet] * count
     cut: list[list[Any]] = []
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            pieces = torch.split(leaf.detach(), list(parts), item.split)
-            cut.append([piece.requires_grad_() if leaf.requires_grad else piece for piece in pieces])
-        else:
-            cut.append([leaf] * count)
+        if not isinstance(leaf, Tensor):
+            cut.append([leaf] * (count * slices))
+            continue
+        whole = leaf.detach()
+        of_rows = [whole] if rows is None else torch.split(whole, list(rows), item.split or 0)
+        made: list[list[Tensor]] = []
+        for row in of_rows:
+            own = [row] if columns is None else torch.split(row, list(columns), item.slice_dim or 0)
+            pieces = [piece.requires_grad_() if leaf.requires_grad else piece for piece in own]
+            made.append(pieces * slices if columns is None else pieces)
+        cut.append([piece for pieces in (made * count if rows is None else made) for piece in pieces])
     if layout is LEAF:
         return cut[0]
-    return [Packed([column[m] for column in cut], layout) for m in range(count)]
+    return [Packed([column[m] for column in cut], layout) for m in range(count * slices)]
 
 
 def join(values: Sequence[Any], dim: int | None) -> Any:

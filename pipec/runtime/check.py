@@ -83,14 +83,15 @@ def check(
     with Runner(pipeline, plan, backend=backend) as run:
         run.probe = _recorder(mine)
         got = _observe(run, run.stages, batch)
-    loop = Reference(pipeline, plan.microbatches)
+    loop = Reference(pipeline, plan.microbatches, slices=plan.slices)
     loop.probe = _recorder(theirs)
     expected = _observe(loop, loop.stages, batch)
     differences: list[Difference] = []
     compared = 0
     names = [stage.name for stage in pipeline.spec.stages]
     for key in theirs:
-        kind, stage, m = key
+        kind, stage, piece = key
+        m = _item(piece, plan.slices)
         where = f"stage {names[stage]!r}, microbatch {m}, {kind.name} ({stage}{kind.letter}{m})"
         compared += _compare(where, mine.get(key), theirs[key], differences)
     for where in expected:
@@ -99,9 +100,15 @@ def check(
     return CheckReport(title, compared, tuple(differences))
 
 
+def _item(piece: int, slices: int) -> str:
+    """How a task of a microbatch or slice prints: ``3``, ``3.1``."""
+    m, slice_ = divmod(piece, slices)
+    return f"{m}.{slice_}" if slice_ else str(m)
+
+
 def _recorder(record: Record) -> Any:
-    def see(kind: Kind, stage: int, microbatch: int, made: Any) -> None:
-        record[kind, stage, microbatch] = [
+    def see(kind: Kind, stage: int, piece: int, made: Any) -> None:
+        record[kind, stage, piece] = [
             leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in flatten(made)[0]
         ]
 

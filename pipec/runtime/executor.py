@@ -112,14 +112,14 @@ class Device:
 
     def forward(self, op: Op) -> None:
         """FORWARD: run the stage, hand its values on, keep its graph unless it is recomputed later."""
-        stage, step, m = self.stages[op.stage], self.step, op.microbatch
+        stage, step, piece = self.stages[op.stage], self.step, op.piece
         if op.recomputed:
             if stage.buffers:
-                step.snapshots[op.stage, m] = stage.buffers.mark()
+                step.snapshots[op.stage, piece] = stage.buffers.mark()
             hooks: Any = Discard()
         else:
             hooks = NO_HOOKS if op.tape >= 0 else torch.no_grad()
-        leaves, out, losses = self._call(stage, op, hooks)
+        leaves, out, carry, losses = self._call(stage, op, hooks)
         if op.recomputed and stage.learning and (made := stage.buffers.appeared()):
             raise RunError(
                 f"stage {stage.name!r} registered the buffer {made[0]!r} in its forward, so a RECOMPUTE would begin "
@@ -128,45 +128,47 @@ class Device:
         for slot, (_, path) in zip(op.gives, stage.gives, strict=True):
             if slot >= 0:
                 self.store[slot] = pack(stage.take(out, path))
+        if op.carry >= 0:
+            self.store[op.carry] = pack(carry)
         for index, path in stage.outputs:
-            step.outputs[index][m] = _bare(stage.take(out, path))
+            step.outputs[index][piece] = _bare(stage.take(out, path))
         for loss, value in zip(stage.losses, losses, strict=True):
             if value is not None:
-                step.losses[loss.index][m] = value.detach().clone()  # torch's scalar may hold a whole buffer
+                step.losses[loss.index][piece] = value.detach().clone()  # torch's scalar may hold a whole buffer
         if step.probe is not None:
-            step.probe(Kind.FORWARD, op.stage, m, [out, losses])
+            step.probe(Kind.FORWARD, op.stage, piece, [out, *[carry] * stage.carry, losses])
         if op.tape >= 0:
-            self._keep(stage, op, leaves, out, losses)
+            self._keep(stage, op, leaves, out, carry, losses)
 
     def recompute(self, op: Op) -> None:
         """RECOMPUTE: FORWARD again from the same inputs, buffers and random numbers, for its graph only."""
         stage = self.stages[op.stage]
-        marks = self.step.snapshots.pop((op.stage, op.microbatch), [])
+        marks = self.step.snapshots.pop((op.stage, op.piece), [])
         before = stage.buffers.exchange(marks) if marks else []
         try:
-            leaves, out, losses = self._call(stage, op, NO_HOOKS)
+            leaves, out, carry, losses = self._call(stage, op, NO_HOOKS)
         finally:
             if marks:
                 stage.buffers.put_back(before, marks)
-        self._keep(stage, op, leaves, out, losses)
+        self._keep(stage, op, leaves, out, carry, losses)
 
-    def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, list[Any]]:
+    def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, Any, list[Any]]:
         store, step = self.store, self.step
         packets = [store[slot] for slot in op.reads]
-        packets += [self.inputs[index][op.microbatch] for index in stage.inputs]
+        packets += [self.inputs[index][op.piece] for index in stage.inputs]
         values, leaves = stage.read(packets)
         versions = [version(packet) for packet in packets]
-        with step.random.task(op.stage, op.microbatch, Purpose.FORWARD), hooks, stage.buffers.watch:
-            out = stage.run(values)
+        with step.random.task(op.stage, op.piece, Purpose.FORWARD), hooks, stage.buffers.watch:
+            out, carry = stage.run(values)
             losses = [
                 stage.run_loss(loss, values, out) if loss.index in step.wanted_losses else None
                 for loss in stage.losses
             ]
         if stage.learning or versions != [version(packet) for packet in packets]:
             stage.check_writes(packets, versions)
-        return leaves, out, losses
+        return leaves, out, carry, losses
 
-    def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, losses: list[Any]) -> None:
+    def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, carry: Any, losses: list[Any]) -> None:
         for loss, value in zip(stage.losses, losses, strict=True):
             if value is not None and not value.requires_grad:
                 raise RunError(
@@ -174,6 +176,8 @@ class Device:
                     "nothing to differentiate; does a stage detach its result, or is every parameter frozen?"
                 )
         out_edges = [edges(stage.take(out, path)) for _, path in stage.gives]
+        if stage.carry:
+            out_edges.append(edges(carry))
         loss_edges = [edges(value) if value is not None else None for value in losses]
         if not stage.searched:
             check_strays(stage, self.stages, [out_edges, loss_edges], [*leaves, stage.anchor])
@@ -188,16 +192,16 @@ class Device:
         flat, shape = _flat(leaves)
         wanted = flat + accumulator.parameters
         if not roots or not wanted:
-            accumulator.add(op.microbatch, [None] * len(accumulator.parameters))
+            accumulator.add(op.turn, [None] * len(accumulator.parameters))
             return
-        with step.random.task(op.stage, op.microbatch, Purpose.BACKWARD):
+        with step.random.task(op.stage, op.piece, Purpose.BACKWARD):
             if accumulator.direct:
                 found: Any = accumulate(roots, seeds, accumulator.parameters, flat)
             else:
                 found = gradients(roots, seeds, wanted)
-                accumulator.add(op.microbatch, found[len(flat) :])
+                accumulator.add(op.turn, found[len(flat) :])
         if step.probe is not None:
-            step.probe(Kind.BACKWARD, op.stage, op.microbatch, list(found))
+            step.probe(Kind.BACKWARD, op.stage, op.piece, list(found))
         self._give_back(stage, op, _shaped(found, shape))
 
     def _arrived(self, stage: Stage, op: Op) -> tuple[list[Any], list[Any], list[Tensor]]:
@@ -213,7 +217,7 @@ class Device:
         for loss, edge in zip(stage.losses, tape.losses, strict=True):
             if edge is not None:
                 roots.append(edge)
-                seeds.append(step.seed(loss.index, op.microbatch))
+                seeds.append(step.seed(loss.index, op.piece))
         return tape.leaves, roots, seeds
 
     def backward_input(self, op: Op) -> None:
@@ -223,7 +227,7 @@ class Device:
         flat, shape = _flat(leaves)
         if not roots:
             return
-        random = step.random.task(op.stage, op.microbatch, Purpose.BACKWARD)
+        random = step.random.task(op.stage, op.piece, Purpose.BACKWARD)
         accumulator = step.accumulators[op.stage]
         with random:
             found, weights = input_half(stage, roots, seeds, flat, accumulator.parameters)
@@ -240,7 +244,7 @@ class Device:
         self.store[op.tape] = None
         if half is None:
             accumulator = self.step.accumulators[op.stage]
-            accumulator.add(op.microbatch, [None] * len(accumulator.parameters))
+            accumulator.add(op.turn, [None] * len(accumulator.parameters))
         elif half is not DONE:
             self._end_backward(op, half)
 
@@ -249,9 +253,9 @@ class Device:
         step = self.step
         with half.random:
             found = half.weights.run()
-        step.accumulators[op.stage].add(op.microbatch, found)
+        step.accumulators[op.stage].add(op.turn, found)
         if step.probe is not None:
-            step.probe(Kind.BACKWARD, op.stage, op.microbatch, half.inputs + found)
+            step.probe(Kind.BACKWARD, op.stage, op.piece, half.inputs + found)
 
     def _give_back(self, stage: Stage, op: Op, gradients: list[Any]) -> None:
         reads = len(op.returns)
@@ -263,7 +267,7 @@ class Device:
                 parcel.add(op.stage, compact(gradient))
         for index, gradient in zip(stage.inputs, gradients[reads:], strict=True):
             if gradient is not None:
-                self.step.input_gradients[index][op.microbatch].add(op.stage, gradient)
+                self.step.input_gradients[index][op.piece].add(op.stage, gradient)
 
     def copy(self, op: Op) -> None:
         """COPY, the sender's half: hand a value or its gradients to another device."""

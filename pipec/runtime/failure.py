@@ -31,8 +31,9 @@ def describe(graph: Graph, op: Op | None) -> str:
     if op is None:
         return "outside of any task"
     stage = f"stage {graph.stages[op.stage].name!r}, " if op.stage >= 0 else ""
-    part = "" if op.kind in (Kind.UPDATE, Kind.REDUCE) else f"microbatch {op.microbatch}, "
-    token = f"{op.stage if op.stage >= 0 else ''}{op.kind.letter}{op.microbatch}"
+    item = f"{op.microbatch}" + (f".{op.slice}" if op.slice else "")
+    part = "" if op.kind in (Kind.UPDATE, Kind.REDUCE) else f"microbatch {item}, "
+    token = f"{op.stage if op.stage >= 0 else ''}{op.kind.letter}{item}"
     return f"{stage}{part}{op.kind.name} ({token}) on device {op.device}"
 
 

@@ -72,7 +72,8 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
             for parameter, _ in gradients_before:
                 parameter.grad = None
             for stage in stages:
-                read = [values[port] for port in stage.reads] + [packets[index] for index in stage.inputs]
+                read = [values[port] for port in stage.reads] + [None] * stage.carry
+                read += [packets[index] for index in stage.inputs]
                 reads.append(read)
                 out, costs, saved = _sizes(stage, read)
                 for (port, path), own in zip(stage.gives, saved, strict=True):
@@ -118,7 +119,7 @@ def _sizes(stage: Stage, read: list[Any]) -> tuple[Any, StageCosts, list[int]]:
     versions = [version(packet) for packet in packets]
     hooks = _Saved(known | _storages(values))
     with hooks:
-        out, losses = _run(stage, values)
+        out, carry, losses = _run(stage, values)
     stage.check_writes(packets, versions)
     given = [_storages(select(out, path)) for _, path in stage.gives]
     kept = [sum(hooks.storages.pop(storage, 0) for storage in own) for own in given]
@@ -128,6 +129,7 @@ def _sizes(stage: Stage, read: list[Any]) -> tuple[Any, StageCosts, list[int]]:
     costs = StageCosts(
         activation_bytes=saved, weight_bytes=sum(p.numel() * p.element_size() for _, p in stage.named_parameters()),
         weight_activation_bytes=_between_halves(stage, read, known | given_in),
+        carry_bytes=packet_bytes(pack(carry)) if stage.carry else None,
     )
     return out, costs, kept
 
@@ -138,7 +140,7 @@ def _time(stage: Stage, read: list[Any], whole: bool) -> tuple[float, float]:
     values, leaves = stage.read(packets)
     versions = [version(packet) for packet in packets]
     begin = time.perf_counter()
-    out, losses = _run(stage, values)
+    out, _, losses = _run(stage, values)
     forward = time.perf_counter() - begin
     stage.check_writes(packets, versions)
     wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
@@ -166,7 +168,7 @@ def _between_halves(stage: Stage, read: list[Any], known: set[int]) -> int:
     """Bytes that the input half of the stage's backward leaves to the weight half."""
     stage.anchor, stage.told_split = torch.zeros((), requires_grad=True), True  # a plan may not split it: no notice
     values, leaves = stage.read(list(read))
-    out, losses = _run(stage, values)
+    out, _, losses = _run(stage, values)
     stage.anchor = None
     roots, seeds = _roots(stage, out, losses)
     wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
@@ -178,9 +180,9 @@ def _between_halves(stage: Stage, read: list[Any], known: set[int]) -> int:
     return sum(size for storage, size in kept.items() if storage not in known)
 
 
-def _run(stage: Stage, values: list[Any]) -> tuple[Any, list[Tensor]]:
-    out = stage.run(values)
-    return out, [stage.run_loss(loss, values, out) for loss in stage.losses]
+def _run(stage: Stage, values: list[Any]) -> tuple[Any, Any, list[Tensor]]:
+    out, carry = stage.run(values)
+    return out, carry, [stage.run_loss(loss, values, out) for loss in stage.losses]
 
 
 def _roots(stage: Stage, out: Any, losses: list[Tensor]) -> tuple[list[Any], list[Tensor]]:

@@ -15,6 +15,7 @@ from pipec.ir import Buffer, Kind, Lane, Plan
 
 Slot = int
 Route = tuple[int, int]  # source device, target device
+NOTHING = -1  # in place of a kind of buffer
 
 
 class Op:
@@ -22,6 +23,8 @@ class Op:
 
     Attributes:
         task: id in the plan.
+        piece: number of the slice over all microbatches, m x slices + slice: where its inputs and results are.
+        turn: the same with the slices of a microbatch in reverse, the order in which gradients are added up.
         receives: (route, n): it needs the first n values that arrive on this route.
         reads: per value the stage reads, its slot.
         gives: per value the stage gives, its slot, or -1 where nobody needs it.
@@ -29,33 +32,44 @@ class Op:
         recomputed: a FORWARD whose RECOMPUTE follows.
         gradients: per value the stage gives, the slot of its gradients, or -1.
         returns: per value the stage reads, the slot its gradient goes to, or -1.
+        carry: slot of what a forward hands on to the next slice, or -1. What a stage carries also stands behind the
+            values in ``reads`` and ``returns``, its gradient behind those in ``gradients``.
         source, route: of a COPY: the slot it sends and where; ``slot`` is the one it arrives in.
         readers: per value the stage reads, all stages that send a gradient of it.
         frees: slots that are dead when it has ended.
     """
 
     __slots__ = (
+        "carry",
         "device",
         "frees",
         "gives",
         "gradients",
         "kind",
         "microbatch",
+        "piece",
         "readers",
         "reads",
         "receives",
         "recomputed",
         "returns",
         "route",
+        "slice",
         "slot",
         "source",
         "stage",
         "tape",
         "task",
+        "turn",
     )
 
-    def __init__(self, task: int, kind: Kind, stage: int, microbatch: int, device: int) -> None:
+    def __init__(
+        self, task: int, kind: Kind, stage: int, microbatch: int, device: int, slice_: int = 0, slices: int = 1
+    ) -> None:
         self.task, self.kind, self.stage, self.microbatch, self.device = task, kind, stage, microbatch, device
+        self.slice, self.piece = slice_, microbatch * slices + slice_
+        self.turn = microbatch * slices + slices - 1 - slice_
+        self.carry: Slot = -1
         self.receives: tuple[tuple[Route, int], ...] = ()
         self.reads: tuple[Slot, ...] = ()
         self.gives: tuple[Slot, ...] = ()
@@ -78,22 +92,26 @@ class Program:
     updates: tuple[tuple[Op, ...], ...]  # per device
     slots: tuple[int, ...]
     routes: tuple[Route, ...]
-    backward_order: tuple[tuple[int, ...], ...]  # per stage its microbatches in the order of their backwards
+    backward_order: tuple[tuple[int, ...], ...]  # per stage the turns of its backwards in their order
     split: frozenset[int]  # stages with a backward in two halves
     keys: tuple[tuple[tuple[int, int, int], ...], ...]  # per device and slot what it holds: Buffer, ref, microbatch
 
 
 class Slots:
-    """Numbers for (kind, value or stage, microbatch) on one device."""
+    """Numbers for (kind, value or stage, piece) on one device."""
 
     def __init__(self) -> None:
         self.number: dict[tuple[int, int, int], int] = {}
 
-    def of(self, kind: Buffer, ref: int, microbatch: int) -> Slot:
-        return self.number.setdefault((kind, ref, microbatch), len(self.number))
+    def of(self, kind: int, ref: int, piece: int) -> Slot:
+        return self.number.setdefault((kind, ref, piece), len(self.number))
 
-    def find(self, kind: Buffer, ref: int, microbatch: int) -> Slot:
-        return self.number.get((kind, ref, microbatch), -1)
+    def find(self, kind: Buffer, ref: int, piece: int) -> Slot:
+        return self.number.get((kind, ref, piece), -1)
+
+    def nothing(self) -> Slot:
+        """A slot that stays empty: what a stage carries to the first slice."""
+        return self.of(NOTHING, -1, 0)
 
 
 def build_program(plan: Plan) -> Program:
@@ -111,7 +129,7 @@ def build_program(plan: Plan) -> Program:
     order: list[list[int]] = [[] for _ in plan.graph.stages]
     for op in made:
         if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            order[op.stage].append(op.microbatch)
+            order[op.stage].append(op.turn)
     split = frozenset(op.stage for op in made if op.kind is Kind.BACKWARD_WEIGHT)
     return Program(tuple(ops), tuple(updates), tuple(len(s.number) for s in slots), routes,
                    tuple(map(tuple, order)), split, tuple(tuple(s.number) for s in slots))
@@ -122,11 +140,11 @@ def instructions(plan: Plan, slots: Sequence[Slots]) -> list[Op]:
     frees: dict[tuple[int, int], list[Slot]] = defaultdict(list)
     tapes: dict[int, Slot] = {}
     columns = [getattr(plan.buffers, name).tolist() for name in (
-        "kind", "ref", "microbatch", "device", "writer", "free")]
-    for kind, ref, microbatch, device, writer, free in zip(*columns, strict=True):
+        "kind", "ref", "microbatch", "slice", "device", "writer", "free")]
+    for kind, ref, microbatch, slice_, device, writer, free in zip(*columns, strict=True):
         if kind == Buffer.WEIGHT:
             continue  # versions stand beside the parameters
-        slot = slots[device].of(Buffer(kind), ref, microbatch)
+        slot = slots[device].of(Buffer(kind), ref, microbatch * plan.slices + slice_)
         if slot not in frees[device, free]:
             frees[device, free].append(slot)
         if kind == Buffer.ACTIVATION:
@@ -135,7 +153,7 @@ def instructions(plan: Plan, slots: Sequence[Slots]) -> list[Op]:
     for op in made:
         if op.kind in (Kind.FORWARD, Kind.RECOMPUTE):
             op.tape = tapes.get(op.task, -1)
-            op.recomputed = op.tape < 0 and slots[op.device].find(Buffer.ACTIVATION, op.stage, op.microbatch) >= 0
+            op.recomputed = op.tape < 0 and slots[op.device].find(Buffer.ACTIVATION, op.stage, op.piece) >= 0
         op.frees = tuple(frees.get((op.device, op.task), ()))
     place = _places(plan, made)
     for op in made:
@@ -162,23 +180,30 @@ def _op(plan: Plan, task: int, slots: Sequence[Slots]) -> Op:
     kind, stage, m, device = (
         Kind(table.kind[task]), int(table.stage[task]), int(table.microbatch[task]), int(table.device[task])
     )
-    op = Op(task, kind, stage, m, device)
-    own = slots[device]
+    op = Op(task, kind, stage, m, device, int(table.slice[task]), plan.slices)
+    own, piece = slots[device], op.piece
     if kind is Kind.COPY:
         value, peer = int(table.value[task]), int(table.peer[task])
         what = (Buffer.VALUE, Buffer.GRADIENT, Buffer.RECOMPUTED)[table.gradient[task]]
         op.route = (device, peer)
-        op.source, op.slot = own.find(what, value, m), slots[peer].find(what, value, m)
+        op.source, op.slot = own.find(what, value, piece), slots[peer].find(what, value, piece)
         return op
     if stage < 0:
         return op
     info = graph.stages[stage]
     if kind in (Kind.FORWARD, Kind.RECOMPUTE):
-        op.reads = tuple(own.find(Buffer.VALUE, value, m) for value in info.reads)
-        op.gives = tuple(own.find(Buffer.VALUE, value, m) for value in info.gives)
+        op.reads = tuple(own.find(Buffer.VALUE, value, piece) for value in info.reads)
+        op.gives = tuple(own.find(Buffer.VALUE, value, piece) for value in info.gives)
+        if info.carry:
+            op.reads += (own.find(Buffer.CARRY, stage, piece - 1) if op.slice else own.nothing(),)
+            op.carry = own.find(Buffer.CARRY, stage, piece)
     else:
-        op.gradients = tuple(own.find(Buffer.GRADIENT, value, m) for value in info.gives)
-        op.returns = tuple(own.find(Buffer.GRADIENT, value, m) for value in info.reads)
+        op.gradients = tuple(own.find(Buffer.GRADIENT, value, piece) for value in info.gives)
+        op.returns = tuple(own.find(Buffer.GRADIENT, value, piece) for value in info.reads)
         op.readers = tuple(graph.gradient_readers(value) for value in info.reads)
-        op.tape = own.find(Buffer.ACTIVATION, stage, m)
+        op.tape = own.find(Buffer.ACTIVATION, stage, piece)
+        if info.carry:
+            op.gradients += (own.find(Buffer.CARRY_GRADIENT, stage, piece),)
+            op.returns += (own.find(Buffer.CARRY_GRADIENT, stage, piece - 1) if op.slice else -1,)
+            op.readers += ((stage,),)
     return op

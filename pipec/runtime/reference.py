@@ -4,6 +4,8 @@ Stages one after another in one thread with detached borders, microbatch by micr
 of several readers added from the last reader to the first; microbatch gradients added one after another onto what
 ``.grad`` held. Every synchronous plan on every backend gives exactly these numbers.
 
+With slices the forwards of a microbatch run slice by slice and its backwards from the last slice to the first.
+
 It shares with the executor how a stage is called and how a batch is cut, and nothing of plans, slots or channels.
 """
 
@@ -23,14 +25,16 @@ from pipec.runtime.result import Result
 from pipec.runtime.stages import bind
 from pipec.runtime.step import Batch, Probe, backward_inputs, joined_result
 from pipec.runtime.strays import check_strays
+from pipec.slicing import check_slices
 from pipec.tree import tree_map
 
 
 class Reference:
     """See :func:`reference`."""
 
-    def __init__(self, pipeline: Any, microbatches: int, seed: int | None = None) -> None:
-        self.spec, self.microbatches = pipeline.spec, microbatches
+    def __init__(self, pipeline: Any, microbatches: int, seed: int | None = None, slices: int = 1) -> None:
+        self.spec, self.microbatches, self.slices = pipeline.spec, microbatches, slices
+        check_slices(self.spec, slices)
         self.stages = bind(self.spec)
         self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
         self.probe: Probe | None = None
@@ -42,7 +46,7 @@ class Reference:
             return self._step(args, inputs)
 
     def _step(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Result:
-        batch = Batch(self.spec, args, inputs, self.microbatches)
+        batch = Batch(self.spec, args, inputs, self.microbatches, slices=self.slices)
         packets = batch.packets()
         self._random = Randomness(self._streams, self._position.pinned())
         outputs: list[list[Any]] = [[] for _ in self.spec.outputs]
@@ -51,10 +55,17 @@ class Reference:
         shared = shared_parameters(trained)
         per_stage: dict[tuple[int, int], Tensor] = {}  # gradients of shared parameters by stage
         touched: dict[int, Tensor] = {}
-        to_inputs: list[list[Any]] = [[None] * batch.microbatches for _ in self.spec.inputs]
-        for m in range(batch.microbatches):
-            graphs = self._forward(batch, packets, m, outputs, losses)
-            for stage, own, gradients in self._backward(batch, graphs, m, trained, losses, to_inputs):
+        pieces, slices = batch.microbatches * batch.slices, batch.slices
+        to_inputs: list[list[Any]] = [[None] * pieces for _ in self.spec.inputs]
+        for first in range(0, pieces, slices):
+            own_pieces = range(first, first + slices)
+            carried: dict[int, Any] = {}  # per stage what it hands on, from slice to slice
+            graphs = [self._forward(batch, packets, piece, outputs, losses, carried) for piece in own_pieces]
+            back: dict[int, Any] = {}  # per stage the gradient of that
+            for stage, own, gradients in (
+                made for piece in reversed(own_pieces)
+                for made in self._backward(batch, graphs.pop(), piece, trained, losses, to_inputs, back)
+            ):
                 for parameter, gradient in zip(own, gradients, strict=True):
                     if gradient is None:
                         continue
@@ -76,19 +87,22 @@ class Reference:
         self._position = self._position.advanced()
         return joined_result(batch, outputs, losses)
 
-    def _forward(self, batch: Batch, packets: Any, m: int, outputs: Any, losses: Any) -> list[Any]:
+    def _forward(
+        self, batch: Batch, packets: Any, m: int, outputs: Any, losses: Any, carried: dict[int, Any]
+    ) -> list[Any]:
         values: dict[int, Any] = {}
         graphs = []
         for stage in self.stages:
-            read = [values[port] for port in stage.reads] + [packets[index][m] for index in stage.inputs]
+            read = [values[port] for port in stage.reads] + [carried.get(stage.index)] * stage.carry
+            read += [packets[index][m] for index in stage.inputs]
             arguments, leaves = stage.read(read)
             versions = [version(packet) for packet in read]
             with self._random.task(stage.index, m, Purpose.FORWARD):
-                out = stage.run(arguments)
+                out, carry = stage.run(arguments)
                 own_losses = [stage.run_loss(loss, arguments, out) for loss in stage.losses]
             stage.check_writes(read, versions)
             if self.probe is not None:
-                self.probe(Kind.FORWARD, stage.index, m, [out, own_losses])
+                self.probe(Kind.FORWARD, stage.index, m, [out, *[carry] * stage.carry, own_losses])
             for port, path in stage.gives:
                 values[port] = pack(stage.take(out, path))
             for index, path in stage.outputs:
@@ -98,6 +112,9 @@ class Reference:
             for loss, value in zip(stage.losses, own_losses, strict=True):
                 losses[loss.index].append(value.detach())
             roots = [edges(stage.take(out, path)) for _, path in stage.gives]
+            if stage.carry:
+                carried[stage.index] = pack(carry)
+                roots.append(edges(carry))
             loss_roots = [edges(value) for value in own_losses]
             if not stage.searched:
                 check_strays(stage, self.stages, [roots, loss_roots], leaves)
@@ -106,18 +123,21 @@ class Reference:
         return graphs
 
     def _backward(
-        self, batch: Batch, graphs: list[Any], m: int, trained: list[list[Tensor]], losses: Any, to_inputs: Any
+        self, batch: Batch, graphs: list[Any], m: int, trained: list[list[Tensor]], losses: Any, to_inputs: Any,
+        carried: dict[int, Any],
     ) -> Any:
         arriving: dict[int, list[tuple[int, Any]]] = {}  # per port (reader, gradient), readers descending
         for stage in reversed(self.stages):
             leaves, port_edges, loss_edges = graphs[stage.index]
             roots: list[Any] = []
             seeds: list[Tensor] = []
-            for (port, _), edge in zip(stage.gives, port_edges, strict=True):
+            for (port, _), edge in zip(stage.gives, port_edges, strict=False):
                 total = None
                 for _, part in arriving.pop(port, []):
                     total = add(total, part)
                 collect(edge, total, roots, seeds)
+            if stage.carry:
+                collect(port_edges[-1], carried.pop(stage.index, None), roots, seeds)
             for loss, edge in zip(stage.losses, loss_edges, strict=True):
                 if edge is not None:
                     roots.append(edge)
@@ -139,15 +159,17 @@ class Reference:
                     back.append(None if leaf is None else found.pop(0))
             for port, gradient in zip(stage.reads, back, strict=False):
                 arriving.setdefault(port, []).append((stage.index, gradient))
+            if stage.carry:
+                carried[stage.index] = back.pop(len(stage.reads))
             for index, gradient in zip(stage.inputs, back[len(stage.reads) :], strict=True):
                 to_inputs[index][m] = add(to_inputs[index][m], gradient)
 
 
-def reference(pipeline: Any, microbatches: int = 1, seed: int | None = None) -> Reference:
-    """The plain loop over the stages of ``pipeline`` with ``microbatches`` pieces per minibatch.
+def reference(pipeline: Any, microbatches: int = 1, seed: int | None = None, slices: int = 1) -> Reference:
+    """The plain loop over the stages of ``pipeline`` with ``microbatches`` per minibatch, each in ``slices``.
 
     Its ``step`` takes the same batches as :meth:`pipec.Runner.step` and gives, bit for bit, the same losses,
     outputs, gradients and buffers, on one device type and with the same number of intra-op threads.
     """
-    return Reference(pipeline, microbatches, seed)
+    return Reference(pipeline, microbatches, seed, slices)
 

@@ -35,6 +35,7 @@ class Result:
         outputs: by name, microbatches joined.
         microbatches: how many the minibatch was cut into; fewer than the plan's when it had fewer rows.
         elsewhere: of a run over several ranks, outputs that are in another rank's result, with its device.
+        slices: how many each microbatch was cut into along its sequence.
         skipped: True when a gradient scaler found an inf or NaN and no stage was updated.
         drained: minibatches that were in flight in an asynchronous pipeline and were finished first.
     """
@@ -45,11 +46,13 @@ class Result:
     skipped: bool = False
     elsewhere: tuple[tuple[str, int], ...] = ()
     drained: tuple[int, ...] = ()
+    slices: int = 1
 
     def __repr__(self) -> str:
         losses = ", ".join(f"{name} {_number(value)}" for name, value in self.losses.items()) or "none"
         outputs = ", ".join(f"{name} {_shape(value)}" for name, value in self.outputs.items()) or "none"
         count = f"{self.microbatches} microbatch" + ("" if self.microbatches == 1 else "es")
+        count += f" of {self.slices} slices" if self.slices > 1 else ""
         told = f"; minibatches {', '.join(map(str, self.drained))} finished first" if self.drained else ""
         return f"Result(losses: {losses}; outputs: {outputs}; {count}{'; skipped' if self.skipped else ''}{told})"
 

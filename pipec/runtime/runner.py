@@ -99,7 +99,7 @@ class Runner(Overlapping, Stateful):
         self._party: Alone = party(self.spec, plan, backend, mesh, timeout, outputs)
         with self._party.agreement({"scaler": scaler is not None, "outputs option": outputs}):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
-        self._plans: dict[tuple[bool, int], tuple[Plan, Program]] = {}
+        self._plans: dict[tuple[bool, int, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
         self._turn: dict[str, object] = {}  # holds the one call that may use the workers now
@@ -157,10 +157,11 @@ class Runner(Overlapping, Stateful):
 
         def made() -> Batch:
             updater.check(parameters)
-            return Batch(self.spec, args, inputs, self.plan.microbatches, party.inputs_elsewhere(self.stages))
+            return Batch(self.spec, args, inputs, self.plan.microbatches, party.inputs_elsewhere(self.stages),
+                         self.plan.slices)
 
         batch = party.begin(made, True, position)
-        plan, program = self._program(True, batch.microbatches)
+        plan, program = self._program(True, batch)
         shared = shared_parameters(trained)
         accumulators = [
             Accumulator(own, shared, order) for own, order in zip(trained, program.backward_order, strict=True)
@@ -245,13 +246,13 @@ class Runner(Overlapping, Stateful):
         party, position = self._party, self._position.pinned()
 
         def made() -> Batch:
-            batch = Batch(self.spec, args, inputs, self.plan.minibatch, optional)
+            batch = Batch(self.spec, args, inputs, self.plan.minibatch, optional, self.plan.slices)
             if not losses:
                 batch.wanted_losses = set()
             return batch
 
         batch = party.begin(made, False, position)
-        plan, program = self._program(False, batch.microbatches)
+        plan, program = self._program(False, batch)
         step = Step(plan, batch, [], random=Randomness(self._streams, party.position(position), inference=True))
         flags = training_flags(self.stages)
         try:
@@ -269,15 +270,15 @@ class Runner(Overlapping, Stateful):
             for module, training in flags:
                 module.training = training
 
-    def _program(self, training: bool, microbatches: int) -> tuple[Plan, Program]:
-        key = training, microbatches
+    def _program(self, training: bool, batch: Batch) -> tuple[Plan, Program]:
+        key = training, batch.microbatches, batch.slices
         if key not in self._plans:
             if not training:
-                plan = forward_plan(self.plan, microbatches)
-            elif microbatches == self.plan.microbatches:
+                plan = forward_plan(self.plan, batch.microbatches, batch.slices)
+            elif (batch.microbatches, batch.slices) == (self.plan.microbatches, self.plan.slices):
                 plan = self.plan
             else:
-                plan = with_microbatches(self.plan, microbatches)
+                plan = with_microbatches(self.plan, batch.microbatches, batch.slices)
             self._plans[key] = plan, build_program(plan)
         return self._plans[key]
 

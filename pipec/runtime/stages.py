@@ -83,8 +83,9 @@ class StageLoss:
 class Stage:
     """One stage of a spec, ready to run.
 
-    What it reads stands in one list: first the values of ``reads`` (indices of ports), then the pipeline's inputs
-    of ``inputs``, and a loss may need more inputs than the stage itself.
+    What it reads stands in one list: first the values of ``reads`` (indices of ports), then with ``carry`` what it
+    returned for the slice before, then the pipeline's inputs of ``inputs``, and a loss may need more inputs than the
+    stage itself.
     """
 
     def __init__(self, spec: Spec, index: int) -> None:
@@ -94,6 +95,7 @@ class Stage:
         self.gives = tuple((port, spec.ports[port].path) for port in spec.graph.stages[index].gives)
         own_losses = [(i, loss) for i, loss in enumerate(spec.losses) if loss.home == index]
         refs = [*self.spec.refs(), *(ref for _, loss in own_losses for ref in loss.refs())]
+        self.carry = self.spec.carry
         self.inputs = tuple(sorted({ref.index for ref in refs if ref.source == "input"}))
         self.needed_inputs = tuple(sorted({r.index for r in self.spec.refs() if r.source == "input"}))
         self.call = make_call(self.spec.args, self.spec.kwargs, lambda ref: self._resolve(spec, ref))
@@ -113,8 +115,11 @@ class Stage:
         self.buffers = BufferKeeper(*self.modules)
         self.modules += modules_of(self.name, self.fn)  # for train and eval mode
         self._sources = [spec.graph.values[port].name for port in self.reads]
+        self._sources += ["carry"] if self.carry else []
         self._sources += [spec.inputs[index].name for index in self.inputs]
         self._contested = contested(spec, index, self.reads, self.inputs)
+        if self.carry:
+            self._contested.insert(len(self.reads), None)
         self._everything = set(range(len(self._sources)))
         self._written: set[int] = set()  # what the stage writes into, as seen in the first run of each mode
         self._learned: set[bool | None] = set()
@@ -125,7 +130,7 @@ class Stage:
 
     def _resolve(self, spec: Spec, ref: Ref) -> Argument:
         if ref.source == "input":
-            return Argument(len(self.reads) + self.inputs.index(ref.index), ref.path)
+            return Argument(len(self.reads) + self.carry + self.inputs.index(ref.index), ref.path)
         if ref.index == self.index:
             return Argument(OWN, ref.path)
         port, path = spec.port_of(ref)
@@ -199,16 +204,26 @@ class Stage:
         """
         return pick(f"the result of stage {self.name!r}", out, path) if path else out
 
-    def run(self, values: list[Any]) -> Any:
-        """The stage's result for one microbatch."""
+    def run(self, values: list[Any]) -> tuple[Any, Any]:
+        """The stage's result for one microbatch or slice, and what it carries on to the next slice."""
         if self.fn is None:
             raise RunError(f"stage {self.name!r} is a placeholder without a module; it can be drawn but not run")
         args, kwargs = self.call.fill(values)
+        carry = None
+        if self.carry:
+            kwargs["carry"] = values[len(self.reads)]
         out = self.fn(*args, **kwargs) if self.params is None else self.fn(self.params, *args, **kwargs)
+        if self.carry:
+            if not (isinstance(out, tuple) and len(out) == 2):
+                raise RunError(
+                    f"stage {self.name!r} was declared with carry=True, so it returns (result, carry), but it returned "
+                    f"{brief(out)}"
+                )
+            out, carry = out
         parts = self.spec.outputs
         if parts is not None and not (isinstance(out, tuple | list) and len(out) == parts):
             raise RunError(f"stage {self.name!r} was declared with outputs={parts} but returned {brief(out)}")
-        return out
+        return out, carry
 
     def run_loss(self, loss: StageLoss, values: list[Any], own: Any) -> Tensor:
         """A loss for one microbatch, a scalar.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipec.errors import RunError
 from pipec.ir import Kind, Plan
-from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sizes, split
+from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sequence_length, sizes, split
 from pipec.runtime.borders import Gradient, Parcel, add
 from pipec.runtime.buffers import Mark
 from pipec.runtime.failure import note
@@ -19,7 +19,7 @@ from pipec.runtime.gradients import Accumulator
 from pipec.runtime.randomness import Randomness
 from pipec.runtime.result import Result
 from pipec.runtime.stages import brief
-from pipec.spec import OutputSpec, Spec
+from pipec.spec import InputSpec, OutputSpec, Spec
 from pipec.tree import flatten
 
 
@@ -29,15 +29,21 @@ class Batch:
     Attributes:
         values: per input what the caller gave.
         parts: rows per microbatch, None when no input is split.
-        weights: per loss and microbatch the factor of its gradient: rows/all rows, 1, or 1/count.
+        tokens: positions of the sequence per slice, None without slices.
+        weights: per loss and piece the factor of its gradient: rows/all rows, 1, or 1/count. A piece is a microbatch
+            or a slice of one, the slices of each microbatch in a row.
     """
 
     def __init__(
-        self, spec: Spec, args: Sequence[Any], kwargs: dict[str, Any], microbatches: int, optional: Sequence[int] = ()
+        self, spec: Spec, args: Sequence[Any], kwargs: dict[str, Any], microbatches: int, optional: Sequence[int] = (),
+        slices: int = 1,
     ) -> None:
         self.spec = spec
         self.values = bind_inputs(spec, args, kwargs, optional)
         self.rows = row_count(spec, self.values)
+        length = sequence_length(spec, self.values) if slices > 1 else None
+        self.slices = min(slices, length or 1)
+        self.tokens = sizes(length, self.slices) if length and self.slices > 1 else None
         self.wanted_losses = {
             index for index, loss in enumerate(spec.losses)
             if all(self.values[ref.index] is not MISSING for ref in loss.refs() if ref.source == "input")
@@ -54,7 +60,7 @@ class Batch:
         self.microbatches = microbatches if rows is None else min(microbatches, rows)
         self.parts = None if rows is None else sizes(rows, self.microbatches)
         self.weights = [
-            self._weights(index, total, replicas) if index in self.wanted_losses else []
+            self._of_pieces(index, self._weights(index, total, replicas)) if index in self.wanted_losses else []
             for index in range(len(self.spec.losses))
         ]
 
@@ -78,6 +84,15 @@ class Batch:
                 )
             return total
         return 0.0
+
+    def _of_pieces(self, index: int, weights: list[float]) -> list[float]:
+        """Factors per slice from those per microbatch: a mean counts a slice by its positions."""
+        loss, tokens = self.spec.losses[index], self.tokens
+        if tokens is None:
+            return weights
+        if loss.count is not None or loss.reduction == "sum":
+            return [weight for weight in weights for _ in tokens]
+        return [weight * count / sum(tokens) for weight in weights for count in tokens]
 
     def _weights(self, index: int, total: int | None, replicas: int) -> list[float]:
         loss, count = self.spec.losses[index], self.microbatches
@@ -118,14 +133,14 @@ class Batch:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf]
 
     def packets(self) -> list[list[Any]]:
-        """Per input its microbatches, ready to be read by stages."""
+        """Per input its pieces, ready to be read by stages."""
         return [
-            split(item, value, self.parts, self.microbatches)
+            split(item, value, self.parts, self.microbatches, self.tokens)
             for item, value in zip(self.spec.inputs, self.values, strict=True)
         ]
 
 
-Probe = Callable[[Kind, int, int, Any], None]  # kind, stage, microbatch, what the task made
+Probe = Callable[[Kind, int, int, Any], None]  # kind, stage, piece, what the task made
 
 
 class Step:
@@ -139,7 +154,7 @@ class Step:
         self, plan: Plan, batch: Batch, accumulators: list[Accumulator], scale: float = 1.0,
         update: Callable[[int], None] | None = None, probe: Probe | None = None, *, random: Randomness,
     ) -> None:
-        spec, count = batch.spec, batch.microbatches
+        spec, count = batch.spec, batch.microbatches * batch.slices
         self.plan, self.batch, self.accumulators, self.scale = plan, batch, accumulators, scale
         self.inputs = batch.packets()
         self.outputs: list[list[Any]] = [[None] * count for _ in spec.outputs]
@@ -151,10 +166,10 @@ class Step:
         self.wanted_losses = batch.wanted_losses
         self._update, self.probe, self.random = update, probe, random
 
-    def seed(self, loss: int, microbatch: int) -> Tensor:
-        """The gradient of the minibatch's loss with respect to one microbatch's."""
-        weight = self.batch.weights[loss][microbatch] * self.scale
-        return torch.full_like(self.losses[loss][microbatch], weight)
+    def seed(self, loss: int, piece: int) -> Tensor:
+        """The gradient of the minibatch's loss with respect to that of one microbatch or slice."""
+        weight = self.batch.weights[loss][piece] * self.scale
+        return torch.full_like(self.losses[loss][piece], weight)
 
     def update(self, stage: int) -> None:
         if self._update is not None:
@@ -178,7 +193,7 @@ class Step:
 
 
 def backward_inputs(batch: Batch, sums: Sequence[Sequence[Gradient]]) -> None:
-    """One backward into the caller's graph from the gradients of its inputs, per input and microbatch."""
+    """One backward into the caller's graph from the gradients of its inputs, per input and piece."""
     tensors: list[Tensor] = []
     gradients: list[Tensor] = []
     for item, value, own in zip(batch.spec.inputs, batch.values, sums, strict=True):
@@ -186,7 +201,7 @@ def backward_inputs(batch: Batch, sums: Sequence[Sequence[Gradient]]) -> None:
         rows = [total if isinstance(total, list) else [total] * len(leaves) for total in own]
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                gradient = _join_gradient(batch, leaf, [row[place] for row in rows], item.split)
+                gradient = _join_gradient(batch, leaf, [row[place] for row in rows], item)
                 if gradient is not None:
                     tensors.append(leaf)
                     gradients.append(gradient)
@@ -194,31 +209,50 @@ def backward_inputs(batch: Batch, sums: Sequence[Sequence[Gradient]]) -> None:
         torch.autograd.backward(tensors, gradients)
 
 
-def _join_gradient(batch: Batch, leaf: Tensor, column: list[Tensor | None], dim: int | None) -> Tensor | None:
+def _join_gradient(batch: Batch, leaf: Tensor, column: list[Tensor | None], item: InputSpec) -> Tensor | None:
+    """The gradient of an input's leaf from those of its pieces."""
+    whole, slices = leaf.detach(), batch.slices
+    if batch.tokens is not None:
+        cut = item.split is not None and batch.parts is not None
+        rows = torch.split(whole, batch.parts or [], item.split or 0) if cut else [whole] * batch.microbatches
+        column = [
+            _put_together(row, column[m * slices : (m + 1) * slices], batch.tokens, item.slice_dim)
+            for m, row in enumerate(rows)
+        ]
+    return _put_together(whole, column, batch.parts, item.split)
+
+
+def _put_together(
+    whole: Tensor, column: list[Tensor | None], parts: list[int] | None, dim: int | None
+) -> Tensor | None:
+    """Gradients of the parts of ``whole`` along ``dim``, or the sum of those of all of it."""
     if all(gradient is None for gradient in column):
         return None
-    if dim is None or batch.parts is None:
+    if dim is None or parts is None:
         total: Gradient = None
         for gradient in column:
             total = add(total, gradient)
         return total  # type: ignore[no-any-return]
-    pieces = torch.split(leaf.detach(), batch.parts, dim)
+    pieces = torch.split(whole, parts, dim)
     filled = [torch.zeros_like(p) if g is None else g for p, g in zip(pieces, column, strict=True)]
     return torch.cat(filled, dim)
 
 
 def joined_result(batch: Batch, outputs: list[list[Any]], losses: list[list[Any]]) -> Result:
-    """The result of a minibatch from those of its microbatches: losses weighed and summed in ascending order."""
+    """The result of a minibatch from those of its pieces: losses weighed and summed in ascending order."""
     totals = {}
     for index, loss in enumerate(batch.spec.losses):
         if index in batch.wanted_losses:
             totals[loss.name] = total_loss(losses[index], batch.weights[index])
-    joined = {out.name: joined_output(out, values) for out, values in zip(batch.spec.outputs, outputs, strict=True)}
-    return Result(totals, joined, batch.microbatches)
+    joined = {
+        out.name: joined_output(out, values, batch.slices)
+        for out, values in zip(batch.spec.outputs, outputs, strict=True)
+    }
+    return Result(totals, joined, batch.microbatches, slices=batch.slices)
 
 
 def total_loss(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """One loss of a minibatch: those of its microbatches weighed and summed in ascending order."""
+    """One loss of a minibatch: those of its pieces weighed and summed in ascending order."""
     total = None
     for value, weight in zip(values, weights, strict=True):
         part = value if weight == 1.0 else value * weight
@@ -226,17 +260,27 @@ def total_loss(values: Sequence[Any], weights: Sequence[float]) -> Any:
     return total
 
 
-def joined_output(out: OutputSpec, values: list[Any]) -> Any:
-    """One output from its microbatches.
+def joined_output(out: OutputSpec, values: list[Any], slices: int = 1) -> Any:
+    """One output from its pieces.
+
 
     Raises:
         RunError: they do not fit together along the output's dimension.
     """
+    if slices > 1:
+        values = [
+            _joined(out.name, values[first : first + slices], out.slice_dim, "slices", "give another slice_dim=")
+            for first in range(0, len(values), slices)
+        ]
+    return _joined(out.name, values, out.dim, "microbatches", "give another dim=, or dim=None for a list of them")
+
+
+def _joined(name: str, values: list[Any], dim: int | None, what: str, advice: str) -> Any:
     try:
-        return join(values, out.dim)
+        return join(values, dim)
     except (RuntimeError, IndexError) as error:
         shapes = sorted({str(tuple(leaf.shape)) for leaf in flatten(values)[0] if isinstance(leaf, Tensor)})
         raise RunError(
-            f"output {out.name!r} cannot be joined along dimension {out.dim}: its microbatches have the shapes "
-            f"{', '.join(shapes)}; give another dim=, or dim=None for a list of them"
+            f"output {name!r} cannot be joined along dimension {dim}: its {what} have the shapes "
+            f"{', '.join(shapes)}; {advice}"
         ) from error

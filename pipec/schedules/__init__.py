@@ -39,6 +39,7 @@ from pipec.schedules.pipedream import PipeDream
 from pipec.schedules.pipedream_2bw import PipeDream2BW
 from pipec.schedules.pipemare import PipeMare
 from pipec.schedules.predicted import Predicted
+from pipec.schedules.seq_1f1b import SeqOneFOneB
 from pipec.schedules.torch_rows import TorchSchedule, parse_torch_csv, torch_csv
 from pipec.schedules.v_half import VHalf
 from pipec.schedules.v_min import VMin
@@ -51,6 +52,7 @@ REGISTRY: dict[str, Callable[[], Schedule]] = {
     "gpipe": GPipe,
     "1f1b": OneFOneB,
     "eager-1f1b": EagerOneFOneB,
+    "seq-1f1b": SeqOneFOneB,
     "interleaved-1f1b": InterleavedOneFOneB,
     "looped-bfs": LoopedBFS,
     "wave": Wave,
@@ -108,7 +110,7 @@ __all__ = [
     "ALIASES", "ASYNCHRONOUS", "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "DualPipeV", "EagerOneFOneB",
     "F", "GPipe", "I", "InterleavedOneFOneB", "InterleavedZeroBubble", "LiveWeights", "LoopedBFS", "Nesterov",
     "OneFOneB", "Op", "Order", "Overlap", "PipeDream", "PipeDream2BW", "PipeMare", "Policy", "Predicted", "Problem",
-    "R", "Schedule", "ScheduleInfo", "ScheduleTable", "TextSchedule", "TorchSchedule", "U", "VHalf", "VMin", "W",
-    "Wave", "find_schedule", "format_schedule", "is_asynchronous", "list_schedules", "merge", "overlap",
+    "R", "Schedule", "ScheduleInfo", "ScheduleTable", "SeqOneFOneB", "TextSchedule", "TorchSchedule", "U", "VHalf",
+    "VMin", "W", "Wave", "find_schedule", "format_schedule", "is_asynchronous", "list_schedules", "merge", "overlap",
     "parse_schedule", "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
 ]

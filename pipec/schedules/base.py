@@ -17,7 +17,7 @@ from attrs import frozen
 from pipec.costs import Activations, Costs
 from pipec.ir import Chunk, Kind
 
-Op = tuple[int, int, int]  # kind, chunk, microbatch
+Op = tuple[int, ...]  # kind, chunk, microbatch, and the slice where a policy orders slices
 
 
 @frozen
@@ -33,24 +33,24 @@ class Overlap:
 Order = Iterable[Iterable[Op | Overlap]]
 
 
-def F(chunk: int, microbatch: int) -> Op:  # noqa: N802 - the field's letters
-    """Forward of a chunk."""
-    return (0, chunk, microbatch)
+def F(chunk: int, microbatch: int, *slice_: int) -> Op:  # noqa: N802 - the field's letters
+    """Forward of a chunk, of one slice where one is given."""
+    return (0, chunk, microbatch, *slice_)
 
 
-def B(chunk: int, microbatch: int) -> Op:  # noqa: N802
+def B(chunk: int, microbatch: int, *slice_: int) -> Op:  # noqa: N802
     """Whole backward of a chunk."""
-    return (2, chunk, microbatch)
+    return (2, chunk, microbatch, *slice_)
 
 
-def I(chunk: int, microbatch: int) -> Op:  # noqa: N802, E743
+def I(chunk: int, microbatch: int, *slice_: int) -> Op:  # noqa: N802, E743
     """Input half of a chunk's backward."""
-    return (3, chunk, microbatch)
+    return (3, chunk, microbatch, *slice_)
 
 
-def W(chunk: int, microbatch: int) -> Op:  # noqa: N802
+def W(chunk: int, microbatch: int, *slice_: int) -> Op:  # noqa: N802
     """Weight half of a chunk's backward."""
-    return (4, chunk, microbatch)
+    return (4, chunk, microbatch, *slice_)
 
 
 def R(chunk: int, microbatch: int) -> Op:  # noqa: N802
@@ -79,8 +79,8 @@ def tasks_of(row: Iterable[Op | Overlap]) -> list[Op]:
 
 
 def op_name(op: Op) -> str:
-    """``0F3``: chunk, kind, microbatch."""
-    return f"{op[1]}{Kind(op[0]).letter}{op[2]}"
+    """``0F3``: chunk, kind, microbatch; ``0F3.1`` with a slice."""
+    return f"{op[1]}{Kind(op[0]).letter}{'.'.join(map(str, op[2:]))}"
 
 
 @frozen
@@ -91,9 +91,12 @@ class Problem:
         chunks: in topological order, each on one device. A chunk's forward may read any earlier chunk, its
             backward waits for the later ones; a policy may treat them as a chain.
         edges: (producer chunk, reader chunk) pairs, for policies that want the true graph.
-        costs: per chunk sums are at hand through :meth:`cost`.
+        costs: per chunk sums are at hand through :meth:`cost`, of a whole microbatch.
         microbatches: of all minibatches together.
         minibatches: how many minibatches to order without a flush between them; 1 for synchronous schedules.
+        slices: parts of a sequence that each microbatch is cut into. A policy may order them one by one, ``F(chunk,
+            microbatch, slice)`` for all tasks; else the slices of each task run in a row, those of backwards from
+            the last to the first.
     """
 
     chunks: tuple[Chunk, ...]
@@ -104,6 +107,7 @@ class Problem:
     stage_names: tuple[str, ...]
     memory_limit: float | Activations | None = None
     minibatches: int = 1
+    slices: int = 1
 
     @property
     def minibatch(self) -> int:

@@ -1,4 +1,5 @@
-"""A schedule written down as text: one row per device, tokens as in ``0F0 1F0 1B0``, ``0F3&3B1`` for an overlap."""
+"""A schedule written down as text: one row per device, tokens as in ``0F0 1F0 1B0``, ``0F3&3B1`` for an overlap,
+``0F3.1`` for a slice."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pipec.errors import ScheduleError
 from pipec.ir import LETTERS
 from pipec.schedules.base import Op, Order, Overlap, Problem, op_name
 
-_TOKEN = re.compile(r"(\d+)([FBIW])(\d+)")
+_TOKEN = re.compile(r"(\d+)([FBIW])(\d+)(?:\.(\d+))?")
 
 
 @frozen
@@ -33,8 +34,9 @@ class TextSchedule:
 def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> TextSchedule:
     """Read a schedule: one line per device, tokens ``{chunk}{F|B|I|W}{microbatch}`` between blanks or commas.
 
-    Tasks joined by ``&`` run as one (see :func:`pipec.schedules.overlap`).
-    Lines that are empty or start with ``#`` are skipped; a line may start with ``device n:`` or ``n:``.
+    All tasks may be of slices, ``{chunk}{F|B|I|W}{microbatch}.{slice}``. Tasks joined by ``&`` run as one (see
+    :func:`pipec.schedules.overlap`). Lines that are empty or start with ``#`` are skipped; a line may start with
+    ``device n:`` or ``n:``.
 
     Raises:
         ScheduleError: naming every token that cannot be read.
@@ -63,7 +65,10 @@ def parse_schedule(text: str, name: str = "text", placement: str = "linear") -> 
 
 def _read(token: str) -> Op | None:
     match = _TOKEN.fullmatch(token)
-    return (int(LETTERS[match[2]]), int(match[1]), int(match[3])) if match else None
+    if match is None:
+        return None
+    slice_ = () if match[4] is None else (int(match[4]),)
+    return (int(LETTERS[match[2]]), int(match[1]), int(match[3]), *slice_)
 
 
 def format_schedule(order: Order) -> str:

@@ -166,7 +166,7 @@ def _tasks(text: str) -> tuple[list[Op], str | None]:
         return [(int(LETTERS[match[2]]), int(match[1]), int(match[3]))], None
     if match := _FUSED.fullmatch(text):
         parts = [_TASK.fullmatch(part.strip()) for part in match[1].split(";")]
-        ops = [(int(LETTERS[part[2]]), int(part[1]), int(part[3])) for part in parts if part]
+        ops: list[Op] = [(int(LETTERS[part[2]]), int(part[1]), int(part[3])) for part in parts if part]
         if len(ops) == len(parts) > 1:
             return ops, None
         return [], f"{_brief(text)} fuses no two tasks; written as (0F3;3B1){OVERLAP}"

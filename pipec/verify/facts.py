@@ -153,6 +153,12 @@ class Facts:
                 self._need(again, backward, "{after} stands before its recompute {before}"),
                 self._need(backward, weight, "{after} stands before its input half {before}"),
             ]
+            if self.graph.stages[stage].carry:
+                carried = "{after} does not come after {before}, which carries on to it from the slice "
+                made += [
+                    self._need(forward, self.index.of_next(forward), carried + "before"),
+                    self._need(self.index.of_next(backward), backward, carried + "after it"),
+                ]
         return made
 
     @cached_property

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pipec.columns import OF_STAGES
 from pipec.errors import PlanError, Problem, raise_all
 from pipec.ir import BUFFER_COLUMNS, CARRIED, TABLE_COLUMNS, Buffer, Kind, Lane, Plan
 from pipec.segments import first_stages
@@ -157,8 +158,7 @@ def _buffers(plan: Plan) -> Iterator[str]:
     if len({len(getattr(buffers, name)) for name in BUFFER_COLUMNS}) > 1:
         yield "the columns of the table of buffers differ in length"
         return
-    of_stages = np.isin(buffers.kind, (Buffer.ACTIVATION, Buffer.WEIGHT))
-    refs = np.where(of_stages, len(plan.graph.stages), len(plan.graph.values))
+    refs = np.where(np.isin(buffers.kind, OF_STAGES), len(plan.graph.stages), len(plan.graph.values))
     limits = {"kind": len(Buffer), "ref": refs, "replica": plan.replicas, "microbatch": plan.microbatches,
               "slice": plan.slices, "device": plan.devices, "writer": size, "free": size}
     bad = np.zeros(len(buffers), bool)

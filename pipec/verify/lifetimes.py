@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
+from pipec.columns import OF_STAGES
 from pipec.costs import Activations, Costs
 from pipec.errors import ScheduleError
 from pipec.ir import Buffer, Kind
@@ -40,6 +41,8 @@ def wanted_buffers(facts: Facts) -> list[Wanted]:
             writer = np.where(again >= 0, again, index.of(Kind.FORWARD, stage))
             readers = [index.input_backward(stage), index.of(Kind.BACKWARD_WEIGHT, stage)]
             made.append(Wanted(Buffer.ACTIVATION, stage, int(facts.home[stage]), -1, [writer], readers))
+        if info.carry and facts.plan.slices > 1:
+            made += _carried(facts, stage)
     for value, about in enumerate(facts.graph.values):
         home = int(facts.home[about.producer])
         reading = facts.readers_on(value)
@@ -78,6 +81,20 @@ def _recomputed(facts: Facts, value: int, home: int) -> list[Wanted]:
     return [
         Wanted(Buffer.RECOMPUTED, value, home, -1, [anew], [*uses.pop(home, []), *sent.values()]),
         *(Wanted(Buffer.RECOMPUTED, value, d, -1, [sent[d]], own) for d, own in uses.items()),
+    ]
+
+
+def _carried(facts: Facts, stage: int) -> list[Wanted]:
+    """What a stage hands on from a slice to the next, and the gradient that comes back."""
+    index, home = facts.index, int(facts.home[stage])
+    last = index.of_next(np.arange(facts.items)) < 0  # nothing is handed on from the last slice
+    forward, again, backward = (
+        index.of(Kind.FORWARD, stage), index.of(Kind.RECOMPUTE, stage), index.input_backward(stage)
+    )
+    readers = [index.of_next(rows) for rows in (forward, again, backward)]
+    return [
+        Wanted(Buffer.CARRY, stage, home, -1, [np.where(last, -1, forward)], readers),
+        Wanted(Buffer.CARRY_GRADIENT, stage, home, -1, [index.of_next(backward)], [np.where(last, -1, backward)]),
     ]
 
 
@@ -140,8 +157,9 @@ def _name(facts: Facts, want: Wanted, item: int) -> str:
     what = f"{want.kind.letter}{want.ref}[{facts.item(item)}]"
     if want.kind is Buffer.WEIGHT:
         return f"{what} (version {item} of the weights of stage {facts.stage(want.ref)})"
-    if want.kind is Buffer.ACTIVATION:
-        return f"{what} (activations of stage {facts.stage(want.ref)})"
+    if want.kind in OF_STAGES:
+        told = {Buffer.ACTIVATION: "activations of", Buffer.CARRY: "carried on by"}
+        return f"{what} ({told.get(want.kind, 'gradient of what is carried on by')} stage {facts.stage(want.ref)})"
     which = {Buffer.GRADIENT: "gradient of ", Buffer.RECOMPUTED: "recomputed "}.get(want.kind, "")
     return f"{what} ({which}value {facts.value(want.ref)})"
 
@@ -225,6 +243,9 @@ def _unknown(facts: Facts) -> str:
     stages = sorted(set(plan.buffers.ref[plan.buffers.kind == Buffer.ACTIVATION].tolist()))
     names = [f"the activations of stage {facts.stage(s)}" for s in stages
              if costs.activation_bytes(facts.graph.stages[s].name) is None]
+    if plan.slices > 1:
+        names += [f"what stage {facts.stage(s)} carries on (carry_bytes)" for s, info in enumerate(facts.graph.stages)
+                  if info.carry and costs.carry_bytes(info.name) is None]
     sizes = value_bytes(plan, costs)
     names += [f"value {facts.value(v)}" for v, size in enumerate(sizes) if size is None]
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -77,7 +77,7 @@ class OverlappedDevice(Device):
             self._leaves = self._reading = self._saved = None
         weights.drop(reading.drops)
 
-    def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, list[Any]]:
+    def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, Any, list[Any]]:
         reading, leaves = self._reading, self._leaves
         assert reading is not None
         assert leaves is not None
@@ -105,7 +105,7 @@ class OverlappedDevice(Device):
 
     def _saving(
         self, stage: Stage, op: Op, leaves: Leaves, reading: Reading, follow: bool
-    ) -> tuple[list[Any], Any, list[Any]]:
+    ) -> tuple[list[Any], Any, Any, list[Any]]:
         """Run the stage under hooks; ``follow``: and find out whether its backward can have other weights."""
         step = self.step
         saved = Saved(leaves, reading.exact, outer_hooks(), [] if follow else None)
@@ -118,7 +118,7 @@ class OverlappedDevice(Device):
             if following is not None:
                 stack.enter_context(following)
             stack.enter_context(saved)
-            out = stage.run(values)
+            out, carry = stage.run(values)
             losses = [stage.run_loss(loss, values, out) for loss in stage.losses]
         if stage.learning or versions != [version(packet) for packet in packets]:
             stage.check_writes(packets, versions)
@@ -127,10 +127,10 @@ class OverlappedDevice(Device):
             roots += [edges(value) for value in losses]
             check_saved(step.weights[op.stage], saved, following, flat(roots), step.plan.weights)
         self._saved = saved
-        return read, out, losses
+        return read, out, carry, losses
 
-    def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, losses: list[Any]) -> None:
-        super()._keep(stage, op, leaves, out, losses)
+    def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, carry: Any, losses: list[Any]) -> None:
+        super()._keep(stage, op, leaves, out, carry, losses)
         own = self._leaves
         assert own is not None
         tape: Tape = self.store[op.tape]

@@ -47,7 +47,7 @@ class Overlapping:
     _delay: TruncatedExponential | None
     _backend_name: str | Backend | None
     _watchdog: float | None
-    _plans: dict[tuple[bool, int], Any]
+    _plans: dict[tuple[bool, int, int], Any]
 
     if TYPE_CHECKING:
         def _alone(self) -> AbstractContextManager[None]: ...

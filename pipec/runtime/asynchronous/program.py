@@ -30,7 +30,7 @@ class RowSlots(Slots):
         self._microbatches = microbatches
         self._rows: dict[tuple[int, int], int] = {}
 
-    def of(self, kind: Buffer, ref: int, microbatch: int) -> Slot:
+    def of(self, kind: int, ref: int, microbatch: int) -> Slot:
         row = self._rows.setdefault((kind, ref), len(self._rows) * self._microbatches)
         return self.number.setdefault((kind, ref, microbatch), row + microbatch)
 

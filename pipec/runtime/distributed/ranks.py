@@ -59,6 +59,10 @@ class Ranks(Alone):
     def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
         if outputs not in ("owner", "all"):
             raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
+        if plan.slices > 1:
+            raise RunError(
+                f"the plan cuts microbatches into {plan.slices} slices, which this version runs in one process only"
+            )
         story = issue_deadlock(plan)
         if story is not None:
             raise RunError(f"the plan does not run over several processes: {story}")
