@@ -54,8 +54,11 @@ def test_code_on_a_page_runs_and_prints_what_the_page_shows(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_commands_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for kind, text in blocks(ROOT / "README.md") if kind == "sh" for line in text.splitlines()]
+@pytest.mark.parametrize("name", ["README.md", "docs/command-line.md"])
+def test_commands_of_a_page_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = blocks(ROOT / name)
+    Path("net.py").write_text(next(text for kind, text in page if kind == "python"), encoding="utf-8")
+    lines = [line for kind, text in page if kind == "sh" for line in text.splitlines()]
     commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pipec ")]
     assert commands
     for command in commands:
