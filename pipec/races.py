@@ -20,6 +20,7 @@ from attrs import field, frozen
 
 from pipec.errors import PlanError, Problem, RaceError, raise_all
 from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan
+from pipec.verify.facts import Facts
 from pipec.verify.flow import deadlock_story
 from pipec.verify.form import form, lane_name
 from pipec.verify.reach import Reach
@@ -161,7 +162,7 @@ def orders_needed(plan: Plan) -> Iterator[tuple[int, int, str]]:
 
 def memory_of(plan: Plan) -> dict[Memory, Touched]:
     """Who writes and reads every activation, value and gradient, by the graph."""
-    rows = _Rows(plan)
+    rows, again = _Rows(plan), Facts(plan).again
     touched: dict[Memory, Touched] = defaultdict(Touched)
     for (stage, item), uses in rows.of_stage.items():
         device = uses.device
@@ -171,8 +172,13 @@ def memory_of(plan: Plan) -> dict[Memory, Touched]:
             saved.readers.extend(uses.backwards)
         for value in plan.graph.stages[stage].gives:
             touched[Buffer.VALUE, value, item, device, -1].writers.append(uses.forwards[0])
+            if again.get(value):  # a segment's readers take what is computed anew
+                touched[Buffer.RECOMPUTED, value, item, device, -1].writers.extend(uses.forwards[1:])
         for value in plan.graph.stages[stage].reads:
-            touched[Buffer.VALUE, value, item, device, -1].readers.extend(uses.forwards + uses.backwards[:1])
+            first = touched[Buffer.VALUE, value, item, device, -1].readers
+            first.append(uses.forwards[0])
+            anew = touched[Buffer.RECOMPUTED, value, item, device, -1].readers
+            (anew if stage in again.get(value, ()) else first).extend(uses.forwards[1:] + uses.backwards[:1])
             producer = plan.graph.values[value].producer
             home = rows.of_stage.get((producer, item))
             if uses.backwards and home is not None and home.backwards:
@@ -180,12 +186,13 @@ def memory_of(plan: Plan) -> dict[Memory, Touched]:
                 if home.device == device:
                     touched[Buffer.GRADIENT, value, item, device, device].readers.append(home.backwards[0])
     for copy, (value, item, gradient, source, target) in rows.copies.items():
-        kind = Buffer.GRADIENT if gradient else Buffer.VALUE
-        touched[kind, value, item, source, source if gradient else -1].readers.append(copy)
-        arrived = touched[kind, value, item, target, source if gradient else -1]
+        kind = (Buffer.VALUE, Buffer.GRADIENT, Buffer.RECOMPUTED)[gradient]
+        sender = source if kind is Buffer.GRADIENT else -1
+        touched[kind, value, item, source, sender].readers.append(copy)
+        arrived = touched[kind, value, item, target, sender]
         arrived.writers.append(copy)
         home = rows.of_stage.get((plan.graph.values[value].producer, item))
-        if gradient and home is not None:
+        if kind is Buffer.GRADIENT and home is not None:
             arrived.readers.extend(home.backwards[:1])
     return touched
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,11 @@ from torch import Tensor
 
 class Accelerator:
     """:class:`pipec.runtime.stream_api.StreamApi` on the GPUs of this machine."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        """``devices``: those that will be used; each is made ready."""
+        for device in set(devices):
+            torch.empty(0, device=device)
 
     def stream(self, device: torch.device, name: str) -> torch.Stream:
         return torch.Stream(device=device)

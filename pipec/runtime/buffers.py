@@ -84,7 +84,7 @@ class BufferKeeper:
             last = self._last[number] if self._last else None
             if now is None:
                 taken.append((None, None))
-            elif last is not None and last[0] is now and torch.equal(now, last[1]):
+            elif last is not None and last[0] is now and _equal(now, last[1]):
                 taken.append(last)
             else:
                 taken.append((now, now.detach().clone()))
@@ -105,7 +105,7 @@ class BufferKeeper:
             now = owner[name]
             if number in others:
                 before.append(OTHERS)
-            elif now is source and (now is None or torch.equal(now, copy)):
+            elif now is source and (now is None or _equal(now, copy)):
                 before.append(SAME)
             else:
                 before.append(now)
@@ -134,5 +134,10 @@ class BufferKeeper:
 
 @torch.no_grad()
 def _write(tensor: Tensor | None, value: Tensor | None) -> None:
-    if tensor is not None and value is not None and not torch.equal(tensor, value):
+    if tensor is not None and value is not None and not _equal(tensor, value):
         tensor.copy_(value)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether the host knows that both hold the same: it does not wait for a GPU to find out."""
+    return one.device.type == "cpu" and torch.equal(one, other)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
+import torch
+
+from pipec.runtime.accelerator import Accelerator
 from pipec.runtime.adversary import Adversarial
 from pipec.runtime.backends import Auto, Backend, Replay, Threads
 from pipec.runtime.cpu_lanes import CpuLanes
+from pipec.runtime.stream_lanes import StreamLanes
 
 _numbers = count()
 
 
-def make_backend(backend: str | Backend | None, pipeline: str, devices: int, watchdog: float | None) -> Backend:
+def make_backend(
+    backend: str | Backend | None, pipeline: str, devices: int, watchdog: float | None,
+    real: Sequence[torch.device] | None = None,
+) -> Backend:
     """The backend of a run in one process.
 
     Args:
         backend: one of ``fit.BACKENDS``, None for the default, or one that is ready.
         pipeline: its name, for the names of threads.
         devices: logical ones.
+        real: the GPU of each logical device, None for the CPU.
         watchdog: see :class:`pipec.runtime.backends.Threads`.
     """
     if backend is not None and not isinstance(backend, str):
         return backend
+    if real is not None:
+        return StreamLanes(Accelerator(real), real)
     name = f"{pipeline} {next(_numbers)}"
     if backend == "lanes":
         return CpuLanes(devices, name)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from pipec.errors import RunError
 from pipec.ir import Plan
 
-BACKENDS = ("auto", "threads", "replay", "lanes", "adversarial", "distributed")
-HONEST = ("auto", "threads", "replay", "lanes", "distributed")  # the adversary looks for what is wrong in a plan itself
+BACKENDS = ("auto", "threads", "replay", "lanes", "adversarial", "cuda", "distributed")
+HONEST = tuple(name for name in BACKENDS if name != "adversarial")  # that looks for what is wrong in a plan itself
 
 
 def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: Any) -> None:
@@ -30,12 +28,8 @@ def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: 
         raise RunError(
             f"stages without a module cannot run: {', '.join(empty)}; placeholders are for plans and pictures"
         )
-    if devices is not None:
-        if len(devices) != plan.devices:
-            raise RunError(f"the plan has {plan.devices} devices, got {len(devices)}: {list(devices)}")
-        other = [str(d) for d in devices if torch.device(d).type != "cpu"]
-        if other:
-            raise RunError(f"this version runs on CPU devices; got {', '.join(other)}")
+    if devices is not None and len(devices) != plan.devices:
+        raise RunError(f"the plan has {plan.devices} devices, got {len(devices)}: {list(devices)}")
     if isinstance(backend, str) and backend not in BACKENDS:
         raise RunError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
     if backend is None or backend in HONEST:

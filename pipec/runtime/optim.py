@@ -107,7 +107,7 @@ class Updater:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
             gradients = [p.grad for p in everything if p.grad is not None]
-            found = not all(bool(torch.isfinite(g).all()) for g in gradients)
+            found = not all_finite(gradients)
             self.skip = self._anywhere(found)
             tell_scaler(self.scaler, self.skip)
         if self.hook is not None and not self.skip:
@@ -149,6 +149,14 @@ def tell_scaler(scaler: Any, found: bool) -> None:
         for state in states.values():
             for flag in state["found_inf_per_device"].values():
                 flag.fill_(1.0)
+
+
+def all_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether no gradient has an inf or NaN; the host waits once for each device."""
+    flags: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        flags.setdefault(gradient.device, []).append(torch.isfinite(gradient).all())
+    return all(bool(torch.stack(own).all()) for own in flags.values())
 
 
 def check_early(stages: Sequence[Stage], scaler: Any, hook: Hook | None) -> None:

@@ -16,9 +16,11 @@ Left alone:
   one.
 * Python's ``random`` and NumPy, which have states of their own.
 * Threads that a stage starts itself, and C++ extensions that fetch PyTorch's default generator directly.
-* Other devices. Their kernels take no generator from the host: before a task's kernels are enqueued, the
-  device's default generator is to be set to ``stream.seed`` and offset 0, under a lock per device held until
-  they are enqueued.
+* State of CUDA libraries that is made once: the dropout between the layers of cuDNN's LSTM and GRU.
+
+GPUs: kernels take no generator from the host, they take seed and offset of the device's default generator when they
+are enqueued. So a task sets that generator to its stream's seed and offset 0 under a lock per device, held until its
+kernels are enqueued, and puts it back (:class:`DeviceStream`). Forward and recompute, and draws in backward, repeat.
 
 The rule for the caller's generator: a step reads ``torch.initial_seed()`` on the caller's thread and counts
 the steps (:class:`Position`). It draws nothing there, so a failed step has nothing to put back, evaluation
@@ -29,14 +31,15 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
 from enum import IntEnum
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from pipec.errors import RunError
 from pipec.runtime.rng_kernels import (
@@ -163,6 +166,57 @@ class Stream:
         self._outer = None
 
 
+@frozen(eq=False)
+class DeviceGenerator:
+    """The default generator of a device, and the lock under which tasks use it."""
+
+    generator: torch.Generator
+    lock: threading.RLock = field(factory=threading.RLock)
+
+
+@cache
+def generator_of(device: torch.device) -> DeviceGenerator:
+    """That of a GPU; the process has one of each."""
+    generators = getattr(torch, device.type).default_generators
+    return DeviceGenerator(generators[device.index])
+
+
+class DeviceStream(Stream):
+    """The random numbers of a task on a GPU. Entered again, it goes on where it was left."""
+
+    __slots__ = ("_before", "_device", "_state")
+
+    def __init__(self, key: tuple[int, int, int, int, Purpose], with_mode: bool, device: DeviceGenerator) -> None:
+        super().__init__(key, with_mode)
+        self._device = device
+        self._state: torch.Tensor | None = None
+
+    def __enter__(self) -> DeviceStream:
+        self._device.lock.acquire()
+        try:
+            generator = self._device.generator
+            self._before = generator.get_state()
+            if self._state is None:
+                generator.manual_seed(self.seed)  # and offset 0
+            else:
+                generator.set_state(self._state)
+            super().__enter__()
+        except BaseException:
+            self._device.lock.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+            self._state = self._device.generator.get_state()
+            self._device.generator.set_state(self._before)
+        finally:
+            self._device.lock.release()
+
+
 class _Installation:
     """What the process has installed now, counted by its users; thread-safe.
 
@@ -275,15 +329,22 @@ class Streams:
 
 @frozen
 class Randomness:
-    """The streams of one step, which all begin at ``position``; ``inference`` steps share none with training."""
+    """The streams of one step, which all begin at ``position``; ``inference`` steps share none with training.
+
+    ``generators``: of the devices, by stage, where these are GPUs.
+    """
 
     streams: Streams
     position: Position
     inference: bool = False
+    generators: Mapping[int, DeviceGenerator] = field(factory=dict)
 
     def task(self, stage: int, microbatch: int, purpose: Purpose) -> Stream:
         """The stream of one task of this step."""
         position = self.position
         if self.inference:
             purpose = Purpose.INFERENCE
-        return Stream((position.seed or 0, position.step, stage, microbatch, purpose), self.streams.with_mode)
+        key = (position.seed or 0, position.step, stage, microbatch, purpose)
+        if self.generators:
+            return DeviceStream(key, self.streams.with_mode, self.generators[stage])
+        return Stream(key, self.streams.with_mode)

@@ -22,7 +22,7 @@ from pipec.runtime.borders import add, collect, edges, pack, version
 from pipec.runtime.gradients import run_hooks, shared_parameters
 from pipec.runtime.randomness import Position, Purpose, Randomness, Streams
 from pipec.runtime.result import Result
-from pipec.runtime.stages import bind
+from pipec.runtime.stages import bind, check_means
 from pipec.runtime.step import Batch, Probe, backward_inputs, joined_result
 from pipec.runtime.strays import check_strays
 from pipec.slicing import check_slices
@@ -82,6 +82,7 @@ class Reference:
                 gradient = per_stage.get((id(parameter), number))
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        check_means(self.stages)
         run_hooks(touched.values())
         backward_inputs(batch, to_inputs)
         self._position = self._position.advanced()

@@ -68,7 +68,7 @@ class Result:
         values = list(self.losses.values())
         total = values[0]
         for value in values[1:]:
-            total = total + value
+            total = total + value.to(total.device)  # losses of stages on different GPUs
         return total  # type: ignore[no-any-return]
 
     @property

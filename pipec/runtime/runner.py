@@ -25,11 +25,12 @@ from pipec.runtime.failure import Undo, annotate
 from pipec.runtime.fit import check_fit
 from pipec.runtime.gradients import Accumulator, commit, shared_parameters
 from pipec.runtime.optim import Hook, Updater
+from pipec.runtime.placement import homes, place_stages, real_devices
 from pipec.runtime.program import Op, Program, build_program
-from pipec.runtime.randomness import Position, Randomness, Streams
+from pipec.runtime.randomness import DeviceGenerator, Position, Randomness, Streams, generator_of
 from pipec.runtime.result import Result
 from pipec.runtime.split import tell_compiled
-from pipec.runtime.stages import Stage, bind, training_flags
+from pipec.runtime.stages import Stage, bind, check_means, training_flags
 from pipec.runtime.state import Stateful
 from pipec.runtime.step import Batch, Probe, Step
 from pipec.runtime.trace import measured
@@ -96,6 +97,7 @@ class Runner(Overlapping, Stateful):
         check_fit(pipeline, plan, devices, backend)
         self.spec, self.plan = pipeline.spec, plan
         self._backend_name, self._watchdog = backend, watchdog
+        self._real = real_devices(devices, backend, plan.devices)
         self._party: Alone = party(self.spec, plan, backend, mesh, timeout, outputs)
         with self._party.agreement({"scaler": scaler is not None, "outputs option": outputs}):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
@@ -117,12 +119,17 @@ class Runner(Overlapping, Stateful):
         """What belongs to the stages of this process."""
         plan = self.plan
         self.stages: list[Stage] = bind(self._party.local(self.spec))
+        self._generators: dict[int, DeviceGenerator] = {}
+        if self._real is not None:
+            where = homes(plan, self._real)
+            place_stages(self.stages, where)
+            self._generators = {stage: generator_of(device) for stage, device in enumerate(where)}
         self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
         tell_compiled(
             self.stages[s] for s in np.unique(plan.table.stage[plan.table.kind == Kind.BACKWARD_WEIGHT]).tolist()
         )
         self._backend: Backend = self._party.backend or make_backend(
-            backend, self.spec.name, plan.devices, watchdog
+            backend, self.spec.name, plan.devices, watchdog, self._real
         )
         self._updater = Updater(plan, optimizer, self.stages, scaler, hook, self._party.anywhere)
         self._owners = names.owners(self.stages, model)
@@ -167,7 +174,7 @@ class Runner(Overlapping, Stateful):
             Accumulator(own, shared, order) for own, order in zip(trained, program.backward_order, strict=True)
         ]
         step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
-                    self.probe, random=Randomness(self._streams, party.position(position)))
+                    self.probe, random=self._random(position))
         with Undo(self.stages, parameters, [*updater.others(parameters), *batch.leaves()]) as undo:
             for accumulator in accumulators:
                 accumulator.begin()
@@ -180,6 +187,7 @@ class Runner(Overlapping, Stateful):
                 with minibatch(self._deferred):
                     self._run(devices, program.ops, channels, step)
                 undo.check_shared_buffers()
+                check_means(self.stages)
 
             def updates() -> None:
                 if not plan.update_early:
@@ -198,6 +206,9 @@ class Runner(Overlapping, Stateful):
         self._last = (plan, step)
         step.forget()
         return evolve(result, skipped=updater.skip)
+
+    def _random(self, position: Position, inference: bool = False) -> Randomness:
+        return Randomness(self._streams, self._party.position(position), inference, self._generators)
 
     def _split(self, program: Program, accumulators: list[Accumulator]) -> None:
         """Prepare stages whose backward comes in two halves: their gradients pass through the accumulator."""
@@ -253,7 +264,7 @@ class Runner(Overlapping, Stateful):
 
         batch = party.begin(made, False, position)
         plan, program = self._program(False, batch)
-        step = Step(plan, batch, [], random=Randomness(self._streams, party.position(position), inference=True))
+        step = Step(plan, batch, [], random=self._random(position, inference=True))
         flags = training_flags(self.stages)
         try:
             for module, _ in flags:
@@ -264,6 +275,7 @@ class Runner(Overlapping, Stateful):
                 def tasks() -> None:
                     self._run(devices, program.ops, channels, step)
                     undo.check_shared_buffers()
+                    check_means(self.stages)
 
                 return party.settle(step, channels, tasks)
         finally:

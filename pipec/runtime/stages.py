@@ -16,7 +16,7 @@ from pipec.lazy import Lazy
 from pipec.runtime.borders import anchored, own, private, unpack, version
 from pipec.runtime.borrowed import modules_of
 from pipec.runtime.buffers import BufferKeeper
-from pipec.runtime.means import EvenMean, weighs_evenly
+from pipec.runtime.means import EvenMean, check_later, weighs_evenly
 from pipec.spec import LossSpec, Ref, Spec, owner_of
 from pipec.tree import Path, flatten, select, show_path, unflatten
 
@@ -126,6 +126,7 @@ class Stage:
         self.learning = True
         self.searched = False  # whether its graph was looked through for tensors that it does not own
         self.anchor: Tensor | None = None  # of graphs whose backward is split, see borders.Anchored
+        self.put_off: dict[str, list[Tensor]] = {}  # per loss what is looked at when the step has run
         self.told_split = False  # whether the user was told that its backward cannot be split
 
     def _resolve(self, spec: Spec, ref: Ref) -> Argument:
@@ -237,7 +238,7 @@ class Stage:
             raise RunError(f"{what} is a placeholder without a function; it can be drawn but not run")
         args, kwargs = loss.call.fill(values, own)
         if loss.watched:
-            with EvenMean(what):
+            with EvenMean(what, self.put_off.setdefault(what, [])):
                 value = fn(*args, **kwargs)
         else:
             value = fn(*args, **kwargs)
@@ -335,6 +336,17 @@ def built(spec: Spec) -> Spec:
         evolve(stage, fn=stage.fn.build(place)) if isinstance(stage.fn, Lazy) else stage
         for place, stage in enumerate(spec.stages)
     ))
+
+
+def check_means(stages: Sequence[Stage]) -> None:
+    """After a step: losses on a GPU whose mean left rows out; the host waits for the device only where there are any.
+
+    Raises:
+        RunError: naming the loss.
+    """
+    for stage in stages:
+        for what, flags in stage.put_off.items():
+            check_later(what, flags)
 
 
 @torch.no_grad()

@@ -185,11 +185,30 @@ class Step:
 
     def backward_inputs(self) -> None:
         """Send the gradients of inputs that require one into the caller's own graph, once for all microbatches."""
-        backward_inputs(self.batch, [[parcel.sum() for parcel in column] for column in self.input_gradients])
+        columns = [
+            [_on_device_of(value, parcel).sum() for parcel in column]
+            for value, column in zip(self.batch.values, self.input_gradients, strict=True)
+        ]
+        backward_inputs(self.batch, columns)
 
     def result(self) -> Result:
         """Losses and outputs of the minibatch."""
         return joined_result(self.batch, self.outputs, self.losses)
+
+
+def _on_device_of(value: Any, parcel: Parcel) -> Parcel:
+    """Gradients of an input on its own device: readers on several GPUs have sent them from theirs."""
+    device = next((leaf.device for leaf in flatten(value)[0] if isinstance(leaf, Tensor)), None)
+    if all(tensor.device == device for tensor in parcel.tensors()):
+        return parcel
+    return parcel.mapped(lambda gradient: moved_gradient(gradient, device))
+
+
+def moved_gradient(gradient: Gradient, device: torch.device | None) -> Gradient:
+    """A gradient with all its tensors on ``device``."""
+    if isinstance(gradient, list):
+        return [moved_gradient(one, device) for one in gradient]
+    return None if gradient is None else gradient.to(device)
 
 
 def backward_inputs(batch: Batch, sums: Sequence[Sequence[Gradient]]) -> None:

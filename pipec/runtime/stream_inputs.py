@@ -45,21 +45,21 @@ class Inputs:
         device.inputs = [list(column) for column in given]
         sent: dict[int, Any] = {}  # an input that is the same for all microbatches goes once
         last: Event | None = None
-        for microbatch in range(device.step.batch.microbatches):
+        for piece in range(len(given[wanted[0]])):
             before = len(sent)
             for index in wanted:
-                packet = given[index][microbatch]
+                packet = given[index][piece]
                 if all(tensor.device == lane.device for tensor in tensors(packet)):
                     continue
                 if id(packet) not in sent:
-                    with self._api.on(lane.stream, what=f"input {index}[{microbatch}] for {device.index}"):
+                    with self._api.on(lane.stream, what=f"input {index}[{piece}] for {device.index}"):
                         sent[id(packet)] = copied(packet, lambda tensor: self._copy(tensor, lane))
-                device.inputs[index][microbatch] = sent[id(packet)]
+                device.inputs[index][piece] = sent[id(packet)]
             if len(sent) > before:
                 lane.used = True
                 last = self._last = self._api.record(lane.stream)
             if last is not None:
-                self._events[device.index, microbatch] = last
+                self._events[device.index, piece] = last
 
     def _copy(self, tensor: Tensor, lane: StreamLane) -> Tensor:
         if tensor.device.type == "cpu":
@@ -69,9 +69,9 @@ class Inputs:
                 tensor = self._api.pin(tensor)
         return duplicate(tensor, lane.device)
 
-    def arrived(self, device: int, microbatch: int) -> list[Event]:
-        """What the first task of a device that reads inputs of this microbatch has to wait for."""
-        event = self._events.pop((device, microbatch), None)
+    def arrived(self, device: int, piece: int) -> list[Event]:
+        """What the first task of a device that reads inputs of this piece has to wait for."""
+        event = self._events.pop((device, piece), None)
         return [] if event is None else [event]
 
     def forget(self, devices: Sequence[Device]) -> None:

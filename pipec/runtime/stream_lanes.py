@@ -166,7 +166,7 @@ class _Part:
         lane.begin()
         lane.after([self.events[task] for task in turn.waits if task in self.events])
         if op.kind in (Kind.FORWARD, Kind.RECOMPUTE) and device.stages[op.stage].inputs:
-            lane.after(self.inputs.arrived(op.device, op.microbatch))
+            lane.after(self.inputs.arrived(op.device, op.piece))
         names = [
             name for route, count in op.receives for name in self.channels.next(route, count - device.received[route])
         ]

@@ -103,7 +103,8 @@ def _inputs(
             row = plan.table.task(task)
             if row.kind not in (Kind.FORWARD, Kind.RECOMPUTE) or row.stage not in item.readers:
                 continue
-            names = [f"input {number}[{microbatch}] for {row.device}" for microbatch in (row.microbatch, 0)]
+            piece = row.microbatch * plan.slices + row.slice
+            names = [f"input {number}[{one}] for {row.device}" for one in (piece, 0)]
             copies = [places[name] for name in names if name in places][:1]
             found += [f"{tasks[task]} does not wait for {names[0]}" for copy in copies
                       if not happened.ordered(copy, place)]

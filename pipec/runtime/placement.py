@@ -1,0 +1,110 @@
+"""Real devices: which are meant, and the stages' tensors on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipec.errors import Problem, RunError, raise_all
+from pipec.ir import Plan
+from pipec.runtime.stages import Stage, named_leaves
+
+
+def real_devices(given: Sequence[Any] | None, backend: Any, count: int) -> list[torch.device] | None:
+    """One accelerator per logical device, None where all are the CPU.
+
+    ``backend="cuda"`` without devices takes the GPUs there are in turn, several logical devices on one where needed.
+
+    Raises:
+        RunError: there is no such device, kinds are mixed, or the backend runs on others.
+    """
+    if given is None and backend != "cuda":
+        return None
+    if given is None:
+        kind, there = accelerators()
+        if not there:
+            raise RunError(
+                "backend='cuda' needs a GPU, but torch finds none here; leave backend= out to run on the CPU, or use "
+                "backend='lanes' for the same lanes and copies on it"
+            )
+        return [torch.device(kind, number % there) for number in range(count)]
+    devices = [_indexed(torch.device(one)) for one in given]
+    kinds = sorted({device.type for device in devices})
+    if kinds == ["cpu"]:
+        if backend == "cuda":
+            raise RunError(f"backend='cuda' runs on GPUs, got the devices {', '.join(map(str, given))}")
+        return None
+    if len(kinds) > 1:
+        raise RunError(
+            f"devices must be of one kind, got {' and '.join(kinds)}; stages on the host beside GPUs are not supported"
+        )
+    kind, there = accelerators()
+    missing = sorted({str(d) for d in devices if d.type != kind or d.index >= there})
+    if missing:
+        known = f"{kind}:0 to {kind}:{there - 1}" if there else "no GPU, only the CPU"
+        raise RunError(f"devices {', '.join(missing)} are not here; torch finds {known}")
+    if isinstance(backend, str) and backend not in ("auto", "cuda"):
+        raise RunError(f"backend={backend!r} runs on the CPU; leave backend= out, or give 'cuda', for {devices[0]}")
+    return devices
+
+
+def accelerators() -> tuple[str, int]:
+    """The kind of GPU that torch finds, and how many."""
+    if not torch.accelerator.is_available():
+        return "cuda", 0
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None else "cuda", torch.accelerator.device_count()
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cpu" or device.index is not None or not torch.accelerator.is_available():
+        return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def homes(plan: Plan, devices: Sequence[torch.device]) -> list[torch.device]:
+    """The real device of each stage."""
+    made = np.zeros(len(plan.graph.stages), np.int64)
+    for chunk in plan.chunks:
+        made[list(chunk.stages)] = chunk.device
+    return [devices[logical] for logical in made.tolist()]
+
+
+def place_stages(stages: Sequence[Stage], where: Sequence[torch.device]) -> None:
+    """Move parameters and buffers of every stage to its device. Parameters stay the same objects.
+
+    Raises:
+        RunError: stages on different devices share a parameter or a buffer; nothing is moved then.
+    """
+    first: dict[int, tuple[Stage, str, torch.device]] = {}
+    problems = []
+    for stage, device in zip(stages, where, strict=True):
+        for name, tensor in _tensors(stage):
+            other, its_name, its_device = first.setdefault(id(tensor), (stage, name, device))
+            if its_device != device:
+                problems.append(Problem(
+                    f"stages {other.name!r} and {stage.name!r} share {its_name!r} ({name!r} there) but run on "
+                    f"{its_device} and {device}; place them on one device (placement=), or bind both logical devices "
+                    "to one GPU (devices=)", stage.spec.location,
+                ))
+    raise_all("devices", problems, RunError)
+    for stage, device in zip(stages, where, strict=True):
+        for module in stage.modules:
+            if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
+                module.to(device)
+        for _, leaf in named_leaves(stage.spec.params):
+            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.device != device:
+                leaf.data = leaf.data.to(device)
+                if leaf.grad is not None:
+                    leaf.grad = leaf.grad.to(device)
+
+
+def _tensors(stage: Stage) -> list[tuple[str, Tensor]]:
+    found = list(stage.named_parameters())
+    for module in stage.modules:
+        found += [*module.named_parameters(), *module.named_buffers()]
+    return found
