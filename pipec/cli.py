@@ -42,7 +42,7 @@ from pipec.errors import PipecError, PlanError
 from pipec.races import check_races
 from pipec.render import draw
 from pipec.render.trace import time_unit
-from pipec.schedules import REGISTRY
+from pipec.schedules import SCHEDULES, is_asynchronous
 
 Arguments = argparse.Namespace
 
@@ -184,7 +184,7 @@ def what_of(policy: Any) -> str:
 def run_schedules(arguments: Arguments) -> int:
     devices, microbatches = arguments.devices or 4, arguments.microbatches or 8
     rows = []
-    for name, make in REGISTRY.items():
+    for name, make in SCHEDULES.items():
         policy = make()
         entry: dict[str, Any] = {
             "name": name,
@@ -192,7 +192,8 @@ def run_schedules(arguments: Arguments) -> int:
             "what": what_of(policy),
         }
         try:
-            timeline = compile_plan(chain(2 * devices), devices, microbatches, name).simulate()
+            update = "stage" if is_asynchronous(policy) else None
+            timeline = compile_plan(chain(2 * devices), devices, microbatches, name, update=update).simulate()
             entry |= {"bubble": timeline.bubble, "peak_share": max(timeline.peak_share)}
         except PipecError as error:
             entry |= {"error": one_line(error)}
@@ -202,7 +203,7 @@ def run_schedules(arguments: Arguments) -> int:
         return 0
     print(
         f"With {devices} devices, {microbatches} microbatches, 2 stages a device, forward and both halves of "
-        "backward equally long:\n"
+        "backward equally long; of asynchronous schedules a steady step:\n"
     )
     print(
         table(

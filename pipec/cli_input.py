@@ -19,7 +19,7 @@ from pipec.costs import Activations, Costs, StageCosts, activations
 from pipec.dsl import Pipeline, chain
 from pipec.errors import PipecError
 from pipec.ir import Plan
-from pipec.schedules import Policy, find_schedule, torch_csv
+from pipec.schedules import Policy, find_schedule, is_asynchronous, torch_csv
 from pipec.spec import Spec
 
 Arguments = argparse.Namespace
@@ -45,6 +45,8 @@ COSTS = (
     "bandwidth",
     "output_bytes",
     "activation_bytes",
+    "weight_bytes",
+    "optimizer",
     "unit",
 )
 UNITS = {
@@ -210,6 +212,10 @@ def compile_with(given: Given, arguments: Arguments, schedule: str) -> Plan:
         return given.plan
     assert given.spec is not None
     policy = load_schedule(schedule)
+    forward_only = arguments.forward_only or not given.spec.losses
+    update = None if arguments.update == "none" else arguments.update
+    if arguments.update is None and is_asynchronous(policy) and not forward_only:
+        update = "stage"  # the only way there is
     devices = arguments.devices or getattr(policy, "devices", None) or _devices(given.spec)
     return compile_plan(
         given.spec,
@@ -220,8 +226,8 @@ def compile_with(given: Given, arguments: Arguments, schedule: str) -> Plan:
         chunks=arguments.chunks,
         slices=arguments.slices or 1,
         recompute=(arguments.recompute or "never").replace("-", "_"),
-        update=None if arguments.update in (None, "none") else arguments.update,
-        forward_only=arguments.forward_only or not given.spec.losses,
+        update=update,
+        forward_only=forward_only,
         costs=costs_of(arguments, given),
         memory_limit=arguments.memory_limit,
     )
@@ -240,7 +246,7 @@ def costs_of(arguments: Arguments, given: Given) -> Costs | None:
     if all(value is None for value in said.values()):
         return None
     base = (given.plan.costs if given.plan is not None else None) or Costs()
-    sizes = {name: said.pop(name) for name in ("output_bytes", "activation_bytes")}
+    sizes = {name: said.pop(name) for name in ("output_bytes", "activation_bytes", "weight_bytes")}
     words = {"recompute_cost": "recompute", "update_cost": "update"}
     made = evolve(base, **{words.get(name, name): value for name, value in said.items() if value is not None})
     sizes = {name: size for name, size in sizes.items() if size is not None}
@@ -345,7 +351,8 @@ def add_compile_options(parser: argparse.ArgumentParser, several: bool = False) 
         choices=("never", "always", "except-last"),
         help="default: never",
     )
-    group.add_argument("--update", choices=("none", "stage", "all"), help="UPDATE tasks (default: none)")
+    group.add_argument("--update", choices=("none", "stage", "all"),
+                       help="UPDATE tasks (default: none, and stage for asynchronous schedules)")
     group.add_argument("--forward-only", action="store_true", help="no backward, for evaluation")
     group.add_argument(
         "--memory-limit", type=limit, metavar="SIZE", help="per device: 8GiB, or 4activations (in shares)"
@@ -364,6 +371,11 @@ def add_compile_options(parser: argparse.ArgumentParser, several: bool = False) 
     group.add_argument("--bandwidth", type=size, metavar="SIZE", help="bytes per unit of time between devices")
     group.add_argument("--output-bytes", type=size, metavar="SIZE", help="of every value, such as 2MiB")
     group.add_argument("--activation-bytes", type=size, metavar="SIZE", help="kept by every stage for its backward")
+    group.add_argument("--weight-bytes", type=size, metavar="SIZE", help="of every stage's parameters")
+    group.add_argument(
+        "--optimizer", type=float, metavar="X",
+        help="bytes of optimizer state per byte of weights: 0 for SGD, 1 with momentum, 2 for Adam (default: 2)",
+    )
     group.add_argument("--unit", help="the unit of time, for titles and tables")
 
 

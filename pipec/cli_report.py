@@ -8,11 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 from pipec.cli_input import Given, UsageError, compile_with, costs_of
 from pipec.errors import PipecError, PlanError, ScheduleError
-from pipec.schedules import REGISTRY
+from pipec.ir import Kind
+from pipec.periods import settled
+from pipec.schedules import SCHEDULES
 from pipec.timeline import Timeline, show_bytes
 
 Arguments = argparse.Namespace
@@ -23,6 +25,8 @@ OPTIONS = {
     "chunks=": "--chunks V",
     "slices=": "--slices K",
     "memory='shares'": "--memory shares",
+    "update='stage'": "--update stage",
+    "weights of stage": "--weight-bytes SIZE",
 }
 
 
@@ -67,15 +71,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def figures(timeline: Timeline) -> dict[str, Any]:
     """The figures of a timeline as plain values, for JSON."""
     plan = timeline.plan
-    peaks = timeline.peak_bytes
+    peaks, memory = timeline.peak_bytes, timeline.weight_memory
     return {
         "pipeline": plan.graph.name,
         "schedule": plan.schedule,
         "devices": plan.devices,
-        "microbatches": plan.microbatches,
+        "microbatches": plan.minibatch,
+        "minibatches": plan.minibatches,
+        "weights": plan.weights,
         "unit": timeline.costs.unit,
         "makespan": timeline.makespan,
         "span": timeline.span,
+        "period": timeline.period,
         "bubble_time": timeline.bubble_time,
         "bubble": timeline.bubble,
         "copies": timeline.copies,
@@ -88,6 +95,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
                 "recompute": timeline.recompute[d],
                 "peak_share": timeline.peak_share[d],
                 "peak_bytes": None if peaks is None else peaks[d],
+                "weight_memory": None if memory is None else asdict(memory[d]) | {"total": memory[d].total},
             }
             for d in range(plan.devices)
         ],
@@ -98,7 +106,7 @@ def heading(timeline: Timeline) -> str:
     """What a comparison is about."""
     plan = timeline.plan
     unit = f", time in {timeline.costs.unit}" if timeline.costs.unit else ""
-    return f"{plan.graph.name}: {plan.devices} devices, {plan.microbatches} microbatches{unit}"
+    return f"{plan.graph.name}: {plan.devices} devices, {plan.minibatch} microbatches{unit}"
 
 
 def show_json(value: Any) -> None:
@@ -120,13 +128,13 @@ def compare_rows(given: Sequence[Given], arguments: Arguments) -> list[Row]:
         return [Row(item.name, item.plan.simulate(costs_of(arguments, item))) for item in given if item.plan]
     if len(given) > 1:
         raise UsageError("compare takes one pipeline, or several plans")
-    names = [part.strip() for part in arguments.schedule.split(",")] if arguments.schedule else list(REGISTRY)
+    names = [part.strip() for part in arguments.schedule.split(",")] if arguments.schedule else list(SCHEDULES)
     rows = []
     for name in names:
         try:
             rows.append(Row(name, compile_with(given[0], arguments, name).simulate(costs_of(arguments, given[0]))))
         except (ScheduleError, PlanError) as error:
-            if name not in REGISTRY:
+            if name not in SCHEDULES:
                 raise
             rows.append(Row(name, None, brief(error)))
     return rows
@@ -141,16 +149,26 @@ def brief(error: PipecError) -> str:
     return found[0] + (f" (and {int(count[1]) - 1} more)" if count else "")
 
 
+def copies_of_step(timeline: Timeline) -> int:
+    """The copies of one step, of a steady one in an asynchronous plan."""
+    plan = timeline.plan
+    if not plan.asynchronous:
+        return timeline.copies
+    return int((plan.table.kind[settled(plan).ids(plan.minibatches - 1)] == Kind.COPY).sum())
+
+
 def comparison(rows: Sequence[Row]) -> str:
-    """The table of a comparison."""
+    """The table of a comparison: times and copies of one step, a steady one of asynchronous schedules."""
+    weighed = any(row.timeline is not None and row.timeline.weight_memory is not None for row in rows)
     known = any(row.timeline is not None and row.timeline.peak_bytes is not None for row in rows)
     head = [
         "schedule",
-        "makespan",
+        "step time",
         "bubble",
         "bubble %",
         "peak activations",
         *(["peak memory"] if known else []),
+        *(["weights, optimizer"] if weighed else []),
         "copies",
     ]
     made = []
@@ -159,16 +177,18 @@ def comparison(rows: Sequence[Row]) -> str:
             made.append([row.name, f"- {row.reason}"])
             continue
         t = row.timeline
+        weights = [show_bytes(max(own.total for own in t.weight_memory or []))] if weighed else []
         peak = [] if not known else ["unknown" if t.peak_bytes is None else show_bytes(max(t.peak_bytes))]
         made.append(
             [
                 row.name,
-                f"{t.makespan:.6g}",
+                f"{t.period:.6g}",
                 f"{t.bubble_time:.6g}",
                 f"{t.bubble:.1%}",
                 f"{max(t.peak_share):.4g}",
                 *peak,
-                f"{t.copies:,}",
+                *weights,
+                f"{copies_of_step(t):,}",
             ]
         )
     return table(head, made)

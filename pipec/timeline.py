@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipec.costs import Costs
+from pipec.footprint import WeightMemory, weight_memory
 from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan, Task
+from pipec.periods import settled
 
 Floats = npt.NDArray[np.float64]
 USEFUL = (Kind.FORWARD, *BACKWARDS)
@@ -90,16 +92,38 @@ class Timeline:
         kinds = tuple(kind for kind in Kind if kind is not Kind.COPY)
         return [self._time(d, kinds) / self.makespan if self.makespan else 0.0 for d in range(self.plan.devices)]
 
+    @cached_property
+    def period(self) -> float:
+        """Time from one minibatch to the next: of a steady step in an asynchronous plan, else the makespan."""
+        from pipec.steady import measured_period, steady_period
+
+        if not self.plan.asynchronous:
+            return self.makespan
+        if self.measured:
+            return measured_period(self.plan, self.end)
+        return steady_period(self.plan, self.costs, self.end - self.start)
+
+    @cached_property
+    def period_useful(self) -> list[float]:
+        """Per device the time in forwards and backwards of one minibatch: of a steady step in an asynchronous plan."""
+        plan, table = self.plan, self.plan.table
+        if not plan.asynchronous:
+            return self.useful
+        ids = settled(plan).ids(plan.minibatches - 1)
+        ids = ids[np.isin(table.kind[ids], USEFUL)]
+        spent = np.bincount(table.device[ids], self.end[ids] - self.start[ids], minlength=plan.devices)
+        return [float(time) for time in spent]
+
     @property
     def bubble_time(self) -> float:
-        """Makespan minus the busiest device's useful time."""
-        return self.makespan - max(self.useful)
+        """Makespan minus the busiest device's useful time; of one steady period in an asynchronous plan."""
+        return self.period - max(self.period_useful)
 
     @property
     def bubble(self) -> float:
-        """1 - useful time of all devices / (devices x makespan)."""
-        whole = self.plan.devices * self.makespan
-        return 1.0 - sum(self.useful) / whole if whole else 0.0
+        """1 - useful time of all devices / (devices x makespan); of one steady period in an asynchronous plan."""
+        whole = self.plan.devices * self.period
+        return 1.0 - sum(self.period_useful) / whole if whole else 0.0
 
     @cached_property
     def copies(self) -> int:
@@ -170,8 +194,15 @@ class Timeline:
 
     @cached_property
     def peak_bytes(self) -> list[int] | None:
-        """Per device the most bytes of activations, values and gradients at once, None when a size is unknown."""
+        """Per device the most bytes of activations, values, gradients and stashed weights at once, None when a size is
+        unknown."""
         return None if self.byte_weights is None else [int(peak) for peak in self._peaks(self.byte_weights)]
+
+    @cached_property
+    def weight_memory(self) -> list[WeightMemory] | None:
+        """Per device the memory for weights, gradients, optimizer, stashed versions and what the weight rule keeps;
+        None when ``weight_bytes`` of a stage is unknown. Stashed versions count in ``peak_bytes`` too."""
+        return weight_memory(self.plan, self.costs)
 
     @cached_property
     def critical_path(self) -> list[int]:
@@ -223,13 +254,21 @@ class Timeline:
         unit = f" {self.costs.unit}" if self.costs.unit else ""
         lines = [
             f"{self.plan.graph.name}: {self.plan.schedule}, {self.plan.devices} devices, "
-            f"{self.plan.microbatches} microbatches",
+            f"{self.plan.minibatch} microbatches"
+            + (f" a minibatch, weights: {self.plan.weights}" if self.plan.asynchronous else ""),
             f"makespan {self.makespan:.5g}{unit}, span {self.span:.5g}{unit}, {self.copies} copies"
             + ("" if self.copy_bytes is None else f" of {show_bytes(self.copy_bytes)}"),
-            f"bubble {self.bubble:.1%} of all devices' time, {self.bubble_time:.4g}{unit} beyond the busiest one's "
+            (f"period {self.period:.5g}{unit} a minibatch, " if self.plan.asynchronous else "")
+            + f"bubble {self.bubble:.1%} of all devices' time, {self.bubble_time:.4g}{unit} beyond the busiest one's "
             "work",
-            f"{'device':<8}{'busy':>8}{'useful':>10}{'recompute':>11}{'activations':>13}{'peak memory':>13}",
         ]
+        if self.plan.asynchronous:
+            lines[1] += f", laid out over {self.plan.minibatches} minibatches"
+        if self.weight_memory is not None:
+            lines.append(weight_line(self.weight_memory))
+        lines.append(
+            f"{'device':<8}{'busy':>8}{'useful':>10}{'recompute':>11}{'activations':>13}{'peak memory':>13}"
+        )
         for device in range(self.plan.devices):
             peak = "unknown" if self.peak_bytes is None else show_bytes(self.peak_bytes[device])
             lines.append(
@@ -237,6 +276,14 @@ class Timeline:
                 f"{self.peak_share[device]:>13.4g}{peak:>13}"
             )
         return "\n".join(lines)
+
+
+def weight_line(memory: Sequence[WeightMemory]) -> str:
+    """What weights take on the device that needs most for them."""
+    worst = max(memory, key=lambda own: own.total)
+    parts = [f"{name} {show_bytes(size)}" for name in ("weights", "gradients", "optimizer", "stash", "rule")
+             if (size := getattr(worst, name))]
+    return f"weights and optimizer at most {show_bytes(worst.total)} a device: " + (", ".join(parts) or "none")
 
 
 def show_bytes(count: float) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 import pipec
 from pipec.cli import COMMANDS, main
-from pipec.schedules import REGISTRY
+from pipec.schedules import SCHEDULES
 
 SCRIPT = """
 import pipec
@@ -186,7 +186,7 @@ def test_compare_tells_every_schedule_and_why_one_cannot_serve(capsys: pytest.Ca
     )
     assert (code, err) == (0, "")
     rows = {line.split()[0]: line for line in out.splitlines()[3:]}
-    assert list(rows) == list(REGISTRY)
+    assert list(rows) == list(SCHEDULES)
     timeline = pipec.compile(pipec.chain(8), 4, 8, "1f1b").simulate()
     assert rows["1f1b"].split() == ["1f1b", f"{timeline.makespan:g}", "18", "27.3%", "4", "48"]
     assert rows["gpipe"].startswith("gpipe")
@@ -273,11 +273,11 @@ def _unet() -> pipec.Pipeline:
 def test_schedules_lists_all_with_figures(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "schedules")
     assert code == 0
-    for name in REGISTRY:
+    for name in SCHEDULES:
         assert f"\n{name} " in out
         assert f"\n{name}: " in out
     made = json.loads(run(capsys, "schedules", "--devices", "2", "--microbatches", "4", "--json")[1])
-    assert [row["name"] for row in made] == list(REGISTRY)
+    assert [row["name"] for row in made] == list(SCHEDULES)
     one = next(row for row in made if row["name"] == "1f1b")
     assert one["peak_share"] == 2
     assert one["bubble"] == pytest.approx(1 / 5)

@@ -14,12 +14,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
 import pipec
 from pipec.render import Picture, draw
-from pipec.schedules import REGISTRY
+from pipec.schedules import ASYNCHRONOUS, REGISTRY, SCHEDULES
 
 HERE = Path(__file__).resolve().parent
 FRESH = HERE / "fresh.json"
@@ -69,12 +70,21 @@ def unet_plan(microbatches: int = 6) -> pipec.Plan:
 
 def schedule_plan(name: str, **options: str) -> pipec.Plan:
     """Equal work for every schedule: two unit stages a device where chunks are looped, else one of double cost."""
+    if name in ASYNCHRONOUS:
+        return asynchronous_plan(name)
     looped = getattr(REGISTRY[name](), "placement", "linear") != "linear"
     stages, cost = (2 * DEVICES, 1.0) if looped else (DEVICES, 2.0)
     costs = pipec.Costs(cost, cost, cost)
     slices = SLICES.get(name, 1)
     chain = pipec.chain(stages, carry=slices > 1)
     return pipec.compile(chain, DEVICES, MICROBATCHES, name, slices=slices, costs=costs, **options)
+
+
+def asynchronous_plan(schedule: Any, devices: int = DEVICES) -> pipec.Plan:
+    """A stage a device, four microbatches a minibatch."""
+    return pipec.compile(
+        pipec.chain(devices), devices, DEVICES, schedule, update="stage", costs=pipec.Costs(2.0, 2.0, 2.0)
+    )
 
 
 # What a newcomer should know of each schedule; one that is missing here shows its own description.
@@ -145,6 +155,36 @@ WORDS = {
         "ZB-V under a cap of about half of 1F1B's activations: a slower rhythm, a small bubble.",
         "when 1F1B's memory is too much; recompute would cost more.",
     ),
+    "pipedream": (
+        "1F1B without a flush: minibatches of four microbatches follow each other, and every device updates as soon as "
+        "it has a minibatch's gradients. Under each number stands the weight version that the task reads; the blue "
+        "borders end the steps, of which three steady ones are drawn. Backwards read the version of their forward.",
+        "for few stages, when gradients must be exact for the weights they were taken at.",
+    ),
+    "pipedream-2bw": (
+        "The same order, but all tasks of a minibatch read one version on all devices: the one before the newest "
+        "finished. Two versions are kept, and every gradient is one update late, no more.",
+        "when a minibatch has at least as many microbatches as there are devices.",
+    ),
+    "pipemare": (
+        "Twice the microbatches under way and one weight version: forwards and backwards read the newest weights, "
+        "and backwards correct them by their mean change. Each tick of a device is a backward and a forward.",
+        "for many stages, when memory for weights is tight.",
+    ),
+    "predicted": (
+        "1F1B without a flush; forwards read the weights that their backward is expected to find, predicted from the "
+        "optimizer's momentum.",
+        "with an optimizer that has momentum.",
+    ),
+    "live-weights": (
+        "1F1B without a flush on whatever weights are there. With many microbatches a minibatch few updates come "
+        "between a forward and its backward.",
+        "when a minibatch has at least as many microbatches as there are devices.",
+    ),
+    "nesterov": (
+        "1F1B without a flush on stashed weights; the update looks ahead along the last change of the weights.",
+        "where SGD with momentum would be used.",
+    ),
     "v-min": (
         "ZB-V under a cap of about a third of 1F1B's activations, for about its bubble.",
         "when memory is what limits the model.",
@@ -158,7 +198,7 @@ WORDS = {
 
 
 def schedule_entry(name: str) -> Entry:
-    what = (type(REGISTRY[name]()).__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
+    what = (type(SCHEDULES[name]()).__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
     text, use = WORDS.get(name, (what, "see the page about schedules."))
     return Entry(f"schedule-{name}", name, text, use, lambda: draw(schedule_plan(name)))
 
@@ -183,12 +223,20 @@ def entries() -> list[Entry]:
             "to check a declaration and a placement.",
             lambda: draw(unet_plan(), graph="stages", pipeline=unet()),
         ),
-        *(schedule_entry(name) for name in REGISTRY),
+        *(schedule_entry(name) for name in SCHEDULES),
+        Entry(
+            "pipemare-segments",
+            "PipeMare's recompute by segments",
+            "pipec.PipeMare(segments=3) on six devices: two segments, of which only the first devices keep inputs. The "
+            " yellow tasks of a segment follow each other, each just before its backward.",
+            "when activations of many stages do not fit.",
+            lambda: draw(asynchronous_plan(pipec.PipeMare(segments=3), 6), copies=True, time=(0, 120)),
+        ),
         Entry(
             "compare",
             "All schedules on one axis",
-            "The same model, costs and number of microbatches under every schedule. The black line is the end of each "
-            "step; `pipec compare` draws this for your own model.",
+            "The same model, costs and number of microbatches under every synchronous schedule. The black line is the "
+            "end of each step; `pipec compare` draws this for your own model.",
             "to choose a schedule.",
             lambda: draw([schedule_plan(name) for name in REGISTRY], titles=list(REGISTRY)),
         ),

@@ -84,7 +84,8 @@ class Tasks:
         what += f", microbatch {task.item}" if task.kind is not Kind.UPDATE else ""
         rows = [what, f"{start:.6g} to {end:.6g}{unit} ({end - start:.4g})"]
         if self.versions:
-            rows.append(f"reads weight version {task.version}")
+            makes = f"replaces weight version {task.version} by {task.version + 1}"
+            rows.append(makes if task.kind is Kind.UPDATE else f"reads weight version {task.version}")
         if task.group:
             others = np.flatnonzero(plan.table.group == task.group)
             rows.append("runs as one with " + ", ".join(str(plan.table.task(int(o))) for o in others if o != index))

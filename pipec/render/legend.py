@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipec.ir import Kind
 from pipec.render.dot import Box, Item, Line, Text, text_width
 from pipec.render.lanes import Tasks
-from pipec.render.palette import CRITICAL, HUES, INK, LANE, OTHER, WORDS, shade
+from pipec.render.palette import CRITICAL, HUES, INK, LANE, OTHER, STEP, WORDS, shade
 
 LEFT = 14.0
 
@@ -36,6 +36,10 @@ def legend_items(
         entries.append(([("#FFFFFF", CRITICAL, 1.8)], "critical path", "critical"))
     if any(t.has_groups for t in all_tasks):
         entries.append(([("#FFFFFF", INK, 1.1)], "runs as one", "group"))
+    if any(t.timeline.plan.asynchronous for t in all_tasks):
+        entries.append(([("#FFFFFF", STEP, 1.4)], "end of a step", "step"))
+        if any(t.versions for t in all_tasks):
+            entries.append(([], "w2: reads weight version 2", "version"))
     if any(t.others_shown for t in all_tasks):
         entries.append(([(OTHER, OTHER, 0.5)], "other microbatches", "others"))
     entries.append(([(LANE, LANE, 0.5)], "bubble", "bubble"))

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from pipec.costs import Activations
 from pipec.errors import RenderError
+from pipec.ir import Buffer
 from pipec.render.dot import Box, Item, Line, Text
 from pipec.render.palette import LANE, LIMIT, MEMORY, MEMORY_EDGE, PALE, mix
 from pipec.timeline import Timeline, show_bytes
@@ -27,6 +28,7 @@ class Memory:
     bytes: bool
     limit: float | None
     peaks: list[float]  # per device
+    stashed: bool = False  # weight versions are among it
 
     @property
     def top(self) -> float:
@@ -39,7 +41,7 @@ class Memory:
     @property
     def title(self) -> str:
         if self.bytes:
-            return "memory held: activations, values and gradients"
+            return "memory held: activations, values and gradients" + ", stashed weights" * self.stashed
         return "activations held, in shares (1 = all that one device keeps for one microbatch)"
 
 
@@ -69,11 +71,12 @@ def choose_memory(timeline: Timeline, unit: Any, limit: Any) -> Memory | None:
             + ("'shares'" if counted else "'bytes', with costs that know the bytes")
         )
     level = None if limit is None else float(limit.shares if isinstance(limit, Activations) else limit)
+    stashed = bool((timeline.plan.buffers.kind == Buffer.WEIGHT).any())
     if unit == "bytes":
         weights, peaks = timeline.byte_weights, [float(peak) for peak in timeline.peak_bytes or []]
     else:
         weights, peaks = timeline.share_weights, timeline.peak_share
-    return None if weights is None else Memory(weights, unit == "bytes", level, peaks)
+    return None if weights is None else Memory(weights, unit == "bytes", level, peaks, stashed)
 
 
 def steps(timeline: Timeline, memory: Memory, device: int, begin: float, end: float) -> tuple[Floats, Floats]:

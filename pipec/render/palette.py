@@ -28,6 +28,7 @@ WORDS: dict[Kind, str] = {
     Kind.REDUCE: "reduce",
     Kind.UPDATE: "update",
 }
+STEP = "#3B3F8F"
 CRITICAL, LIMIT = "#C4001A", "#C4001A"
 LANE, OTHER, GRID, AXIS = "#EFEFEF", "#CFCFCF", "#D5D5D5", "#444444"
 MEMORY, MEMORY_EDGE = "#BFD9C9", "#2F6B4F"

@@ -16,6 +16,7 @@ from pipec.render.legend import legend_items
 from pipec.render.memory import FILLED, Memory, choose_memory, steps, strip
 from pipec.render.palette import AXIS, GRID, INK, LANE, LIMIT, PALE, WARN
 from pipec.render.picture import Picture
+from pipec.render.steps import ROOM, step_borders
 from pipec.render.window import View, axis_width, view
 from pipec.timeline import Timeline, show_bytes
 
@@ -157,6 +158,8 @@ def summary(timeline: Timeline) -> str:
     """The figures of a timeline in one line."""
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
     parts = [f"makespan {timeline.makespan:.5g}{unit}", f"bubble {timeline.bubble:.1%}"]
+    if timeline.plan.asynchronous:
+        parts = [f"period {timeline.period:.5g}{unit}", f"bubble of a period {timeline.bubble:.1%}"]
     if len(timeline.plan.buffers):
         shares = timeline.peak_share
         device = int(np.argmax(shares))
@@ -183,11 +186,14 @@ def _headline(timelines: Sequence[Timeline], views: Sequence[View], several: boo
         parts.append(shorten(plan.schedule))
     if len({p.devices for p in plans}) == 1:
         parts.append(f"{plan.devices} device{'s' * (plan.devices > 1)}")
-    if len({p.microbatches for p in plans}) == 1:
-        parts.append(f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}")
+    if len({p.minibatch for p in plans}) == 1:
+        each = " a minibatch" if any(p.asynchronous for p in plans) else ""
+        parts.append(f"{plan.minibatch} microbatch{'es' * (plan.minibatch > 1)}{each}")
+    if plan.asynchronous and not several:
+        parts.append(f"weights {shorten(plan.weights)}")
     if plan.recompute != "never" and not several:
         parts.append(f"recompute {shorten(plan.recompute.replace('_', ' '))}")
-    if plan.update and not several:
+    if plan.update and not several and not plan.asynchronous:
         parts.append("one update" if plan.update == "all" else f"update per {plan.update}")
     rows = [(" · ".join(parts), 15.0, INK, "title")]
     if not several:
@@ -201,7 +207,7 @@ def _panel(v: View, tasks: Tasks, memory: Memory | None, title: str, top: float,
     lane_height = LANE_HEIGHT if count <= 24 else 20.0 if count <= 48 else 13.0
     gap = (15.0 if options.copies else 9.0) if count <= 24 else 5.0 if count <= 48 else 3.0
     copy_height = 9.0 if options.lanes else 0.0
-    y = top + (20 if title else 2)
+    y = top + (20 if title else 2) + (ROOM if v.timeline.plan.asynchronous else 0)
     lane, strips = {}, {}
     for device in v.devices:
         lane[device] = y
@@ -297,6 +303,9 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
         items += critical_links(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
     items += task_boxes(tasks, panel.view, axis.x, axis.scale, panel.lane, panel.lane_height)
     items += group_frames(tasks, panel.view, axis.x, panel.lane, panel.lane_height)
+    if timeline.plan.asynchronous:
+        seen = (axis.begin, min(panel.view.end, axis.end))
+        items += step_borders(timeline, axis.x, *seen, panel.lane, panel.lane_height, tasks.prefix)
     if options.lanes:
         for device, y in panel.lane.items():
             items += copy_lane(tasks, device, axis.x, panel.view, y + panel.lane_height + 2, panel.copy_height)

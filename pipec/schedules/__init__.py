@@ -74,12 +74,13 @@ ASYNCHRONOUS: dict[str, Callable[[], Schedule]] = {
     "live-weights": LiveWeights,
     "nesterov": Nesterov,
 }
+SCHEDULES = REGISTRY | ASYNCHRONOUS
 ALIASES = {"pipedream-flush": "1f1b", "spectrain": "predicted", "pipeoptim": "predicted", "paci": "live-weights"}
 
 
 def list_schedules() -> ScheduleTable:
     """Every schedule known by name, with its placement, closed forms and source; prints as a table."""
-    return table_of(REGISTRY)
+    return table_of(SCHEDULES, ALIASES)
 
 
 def find_schedule(schedule: Any) -> Policy:
@@ -90,13 +91,12 @@ def find_schedule(schedule: Any) -> Policy:
     """
     if isinstance(schedule, str):
         schedule = ALIASES.get(schedule, schedule)
-        known = REGISTRY | ASYNCHRONOUS
-        if schedule not in known:
+        if schedule not in SCHEDULES:
             raise ScheduleError(
-                f"unknown schedule {schedule!r}; known are {', '.join(known)}, or pass a function of a "
+                f"unknown schedule {schedule!r}; known are {', '.join(SCHEDULES)}, or pass a function of a "
                 "problem, an object with a method order(problem), or pipec.parse_schedule(text)"
             )
-        return known[schedule]()
+        return SCHEDULES[schedule]()
     if isinstance(schedule, type):
         return find_schedule(schedule())
     if callable(getattr(schedule, "order", None)) or callable(schedule):
@@ -107,10 +107,10 @@ def find_schedule(schedule: Any) -> Policy:
 
 
 __all__ = [
-    "ALIASES", "ASYNCHRONOUS", "REGISTRY", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "DualPipeV", "EagerOneFOneB",
-    "F", "GPipe", "I", "InterleavedOneFOneB", "InterleavedZeroBubble", "LiveWeights", "LoopedBFS", "Nesterov",
-    "OneFOneB", "Op", "Order", "Overlap", "PipeDream", "PipeDream2BW", "PipeMare", "Policy", "Predicted", "Problem",
-    "R", "Schedule", "ScheduleInfo", "ScheduleTable", "SeqOneFOneB", "TextSchedule", "TorchSchedule", "U", "VHalf",
-    "VMin", "W", "Wave", "find_schedule", "format_schedule", "is_asynchronous", "list_schedules", "merge", "overlap",
-    "parse_schedule", "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
+    "ALIASES", "ASYNCHRONOUS", "REGISTRY", "SCHEDULES", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "DualPipeV",
+    "EagerOneFOneB", "F", "GPipe", "I", "InterleavedOneFOneB", "InterleavedZeroBubble", "LiveWeights", "LoopedBFS",
+    "Nesterov", "OneFOneB", "Op", "Order", "Overlap", "PipeDream", "PipeDream2BW", "PipeMare", "Policy", "Predicted",
+    "Problem", "R", "Schedule", "ScheduleInfo", "ScheduleTable", "SeqOneFOneB", "TextSchedule", "TorchSchedule", "U",
+    "VHalf", "VMin", "W", "Wave", "find_schedule", "format_schedule", "is_asynchronous", "list_schedules", "merge",
+    "overlap", "parse_schedule", "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
 ]

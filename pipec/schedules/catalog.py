@@ -10,7 +10,7 @@ from attrs import fields, frozen
 LEGEND = """\
 P devices, M microbatches, v chunks per device; F, B, W: one device's forward and the input and weight
 halves of its backward for one microbatch; c: one hand-over between devices. Bubble: makespan minus busy time.
-Peak: activations held on the worst device, in microbatches, never more than M."""
+Peak: activations held on the worst device, in microbatches, never more than M in synchronous schedules."""
 
 
 @frozen
@@ -30,6 +30,7 @@ class ScheduleTable:
     """Rows by schedule, in the order of the registry; prints as a table."""
 
     rows: tuple[ScheduleInfo, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
 
     def __iter__(self) -> Iterator[ScheduleInfo]:
         return iter(self.rows)
@@ -43,7 +44,8 @@ class ScheduleTable:
         widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
                  for row in cells]
-        return "\n".join([*lines, "", LEGEND])
+        also = [f"{name} is {other}" for name, other in self.aliases]
+        return "\n".join([*lines, "", *([f"Also: {', '.join(also)}."] if also else []), LEGEND])
 
     __repr__ = __str__
 
@@ -56,6 +58,6 @@ def describe(name: str, policy: Any) -> ScheduleInfo:
     return ScheduleInfo(name, placement, bubble, peak, source, doc)
 
 
-def table_of(registry: Mapping[str, Any]) -> ScheduleTable:
-    """The table of a registry of policy makers by name."""
-    return ScheduleTable(tuple(describe(name, make()) for name, make in registry.items()))
+def table_of(registry: Mapping[str, Any], aliases: Mapping[str, str]) -> ScheduleTable:
+    """The table of a registry of policy makers by name, and other names of some."""
+    return ScheduleTable(tuple(describe(name, make()) for name, make in registry.items()), tuple(aliases.items()))

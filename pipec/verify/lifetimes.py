@@ -246,6 +246,9 @@ def _unknown(facts: Facts) -> str:
     if plan.slices > 1:
         names += [f"what stage {facts.stage(s)} carries on (carry_bytes)" for s, info in enumerate(facts.graph.stages)
                   if info.carry and costs.carry_bytes(info.name) is None]
+    stashed = sorted(set(plan.buffers.ref[plan.buffers.kind == Buffer.WEIGHT].tolist()))
+    names += [f"the weights of stage {facts.stage(s)}" for s in stashed
+              if costs.weight_bytes(facts.graph.stages[s].name) is None]
     sizes = value_bytes(plan, costs)
     names += [f"value {facts.value(v)}" for v, size in enumerate(sizes) if size is None]
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

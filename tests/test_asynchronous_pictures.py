@@ -1,0 +1,148 @@
+"""Pictures and figures of asynchronous plans: steps, versions, the steady period, memory for weights."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from test_render_timeline import Svg, box, label, tip
+
+import pipec
+from pipec import PipeDream, PipeMare
+from pipec.footprint import weight_memory
+from pipec.ir import Plan
+from pipec.periods import periods
+from pipec.render import draw
+from pipec.steady import measured_period
+from pipec.timeline import Timeline
+
+
+def chain(devices: int, microbatches: int, schedule: object, stages: int = 0, **options: object) -> Plan:
+    return pipec.compile(
+        pipec.chain(stages or devices), devices, microbatches, schedule, update="stage", **options  # type: ignore
+    )
+
+
+def start_of(line: ElementTree.Element) -> float:
+    """Where a line begins, in points from the left."""
+    path = next(p for p in line.iter() if p.tag.endswith("}path"))
+    return float(re.findall(r"-?[\d.]+", path.get("d") or "")[0])
+
+
+def test_steps_and_versions_are_drawn() -> None:
+    plan = chain(3, 2, "pipedream")
+    svg = Svg(draw(plan))
+    names = ["prologue", "step 2 (steady)", "step 3", "step 4", "epilogue"]
+    assert [label(g) for g in svg.of("step") if label(g) and "end of" not in label(g)] == names
+    ends = [svg.by_id(f"step-{k}") for k in (1, 2, 3, 4)]
+    assert [tip(g) for g in ends] == [f"end of step {k}" for k in (1, 2, 3, 4)]
+    left = [start_of(g) for g in ends]
+    assert np.allclose(np.diff(left), np.diff(left)[0], atol=0.1)
+    assert left[0] == pytest.approx(box(svg.by_id("task-0F4"))[0], abs=1.5)
+    assert label(svg.by_id("task-0F4")) == "4 w1"
+    assert "reads weight version 1" in tip(svg.by_id("task-0F4"))
+    assert "replaces weight version 1 by 2" in tip(svg.by_id("task-0U1"))
+    assert "weights stash" in svg.all_text
+    assert "period 6" in svg.all_text
+    window = Svg(draw(plan, time=(0, 14)))
+    assert [g.get("id") for g in window.groups if re.fullmatch(r"step-\d", g.get("id") or "")] == ["step-1"]
+    assert "end of a step" not in Svg(draw(pipec.compile(pipec.chain(3), 3, 2))).all_text
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipemare", "predicted", "live-weights", "nesterov"])
+@pytest.mark.parametrize(("devices", "minibatch"), [(1, 1), (2, 1), (4, 3), (5, 8)])
+def test_no_bubble_in_the_period_of_balanced_stages(schedule: str, devices: int, minibatch: int) -> None:
+    timeline = chain(devices, minibatch, schedule).simulate()
+    assert (timeline.period, timeline.bubble, timeline.bubble_time) == (3.0 * minibatch, 0.0, 0.0)
+    gpipe = pipec.compile(pipec.chain(devices), devices, minibatch, "gpipe").simulate()
+    assert 1 - gpipe.bubble == pytest.approx(minibatch / (minibatch + devices - 1))
+    assert gpipe.period == gpipe.makespan
+
+
+def test_the_period_is_the_slowest_devices_work() -> None:
+    costs = pipec.Costs(stages={"s2": {"forward": 3.0}, "s4": {"backward_weight": 2.5}}, update=0.25)
+    for schedule in ("pipedream", "pipemare", "pipedream-2bw"):
+        for stages, devices in ((5, 5), (8, 4), (6, 2)):
+            plan = chain(devices, 5, schedule, stages, costs=costs)
+            timeline = plan.simulate()
+            work = [sum(5 * (costs.duration(pipec.Kind.FORWARD, f"s{s}") + costs.duration(pipec.Kind.BACKWARD, f"s{s}"))
+                        + 0.25 for s in range(stages) if plan.stage_device(s) == d) for d in range(devices)]
+            assert timeline.period == pytest.approx(max(work))
+            assert timeline.bubble == pytest.approx(1 - sum(timeline.period_useful) / (devices * max(work)))
+
+
+def test_more_in_flight_hides_hand_overs() -> None:
+    costs = pipec.Costs(latency=1.0)
+    few, many = (chain(4, 4, PipeMare(inflight), costs=costs).simulate() for inflight in ("1f1b", "full"))
+    assert few.bubble > 0.1
+    assert many.bubble == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", PipeMare(segments=2)])
+def test_the_period_is_what_a_longer_run_takes_per_step(schedule: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = pipec.Costs(stages={"s1": {"forward": 2.0}, "s3": {"backward_input": 2.5}}, latency=0.7)
+    period = chain(4, 2, schedule, costs=costs).simulate().period
+    monkeypatch.setattr("pipec.passes.settle.STEADY", 40)
+    longer = chain(4, 2, schedule, costs=costs)
+    found, end = periods(longer), longer.simulate().end
+    assert longer.minibatches - found.steady == 40
+    ends = [max(end[found.ids(step)]) for step in range(longer.minibatches - 5, longer.minibatches)]
+    assert np.diff(ends) == pytest.approx(period)
+
+
+def test_a_measured_timeline_takes_the_mean_of_its_steady_steps() -> None:
+    plan = chain(3, 2, "pipemare")
+    predicted = plan.simulate()
+    measured = Timeline(plan, predicted.costs, predicted.start * 2, predicted.end * 2, predicted.cause, measured=True)
+    assert measured.period == measured_period(plan, predicted.end * 2) == pytest.approx(2 * predicted.period)
+
+
+@pytest.mark.parametrize(("optimizer", "wanted"), [(1, 4 / 3), (2, 5 / 4)])
+def test_memory_for_weights_and_optimizer(optimizer: int, wanted: float) -> None:
+    costs = pipec.Costs(stages={f"s{i}": {"weight_bytes": 1200} for i in range(6)}, optimizer=optimizer)
+
+    def total(schedule: object) -> int:
+        return sum(own.total for own in weight_memory(chain(6, 6, schedule), costs) or [])
+
+    base = total("1f1b")
+    assert base == 6 * 1200 * (2 + optimizer)
+    assert total("pipemare") == pytest.approx(wanted * base)
+    assert total(PipeMare(correction=None)) == total("live-weights") == base
+    assert total("pipedream-2bw") == base + 6 * 1200
+    assert total(PipeDream(vertical_sync=True)) == base + 6 * 1200
+    one = weight_memory(chain(6, 1, "pipedream"), costs)
+    assert one is not None
+    assert [own.stash for own in one] == [1200 * (5 - device) for device in range(6)]
+    assert weight_memory(chain(6, 1, "pipedream"), pipec.Costs()) is None
+
+
+def test_stashed_weights_count_as_live_bytes() -> None:
+    sizes = {"activation_bytes": 0, "output_bytes": 0}
+    plan = chain(4, 1, "pipedream")
+    known = pipec.Costs(stages={f"s{i}": {**sizes, "weight_bytes": 100} for i in range(4)})
+    assert plan.simulate(known).peak_bytes == [300, 200, 100, 0]
+    assert plan.simulate(pipec.Costs(stages={f"s{i}": sizes for i in range(4)})).peak_bytes is None
+    text = str(plan.simulate(known))
+    assert "weights and optimizer at most 700 B a device: weights 100 B, gradients 100 B, optimizer 200 B" in text
+    assert "period 3 a minibatch, bubble 0.0%" in text
+    assert f"laid out over {plan.minibatches} minibatches" in text
+    with pytest.raises(pipec.ScheduleError, match="bytes are unknown for the weights of stage 's0'"):
+        chain(4, 1, "pipedream", costs=pipec.Costs(stages={f"s{i}": sizes for i in range(4)}), memory_limit=1000)
+    with pytest.raises(pipec.PlanError, match="device 0 holds 300 B at its peak; the limit is 250 B"):
+        chain(4, 1, "pipedream", costs=known, memory_limit=250)
+
+
+def test_skips_several_stages_and_several_chunks_a_device() -> None:
+    net = pipec.Pipeline("net")
+    first = net.stage("a", None, net.input("x"))
+    middle = net.stage("b", None, first)
+    last = net.stage("c", None, middle, pipec.skip(first))
+    net.loss("loss", None, net.stage("d", None, last, pipec.skip(middle)), net.input("y"))
+    for placement, devices in (("linear", 2), ("v", 2), ("looped", 2), ([0, 1, 0, 1], 2), ("linear", 4)):
+        for schedule in ("pipedream", "pipemare", PipeMare(segments=2)):
+            plan = pipec.compile(net, devices, 2, schedule, placement=placement, update="stage")
+            found = periods(plan)
+            assert found.steady == plan.minibatches - 3
+            assert plan.simulate().period == pytest.approx(2 * (4 if plan.recompute != "never" else 3) * 4 / devices)
