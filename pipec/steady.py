@@ -1,7 +1,7 @@
 """The steady period of an asynchronous plan under given durations: how long a step takes when all are alike.
 
-The plan's last steady step is repeated until every task comes exactly one period after its predecessor, for as many
-steps as waits reach back: from there on it goes on so for ever.
+The plan's last steady step is repeated until every task comes the same time after its predecessor, one step or a few
+steps before, for as many steps as waits reach back: from there on it goes on so for ever.
 """
 
 from __future__ import annotations
@@ -91,10 +91,11 @@ def steady_period(plan: Plan, costs: Costs, duration: Floats) -> float:
         spans = np.tile(duration[pattern.ids], count)
         _, end, _ = run_clock(repeated(plan, pattern, count), spans, costs.latency)
         ends = end.reshape(count, size)
-        moved = np.diff(ends[-reach - 1 :], axis=0)
-        period = float(moved.mean())
-        if np.allclose(moved, period, rtol=CLOSE, atol=CLOSE * max(1.0, abs(period))):
-            return float(f"{period:.12g}")  # what is left of rounding would show as a bubble
+        for cycle in range(1, count // 3):
+            moved = (ends[cycle:] - ends[:-cycle])[-reach - cycle :]
+            period = float(moved.mean())
+            if np.allclose(moved, period, rtol=CLOSE, atol=CLOSE * max(1.0, abs(period))):
+                return float(f"{period / cycle:.12g}")  # what is left of rounding would show as a bubble
         if 2 * count * size > MOST:
             half = count // 2
             return float((ends[-1].max() - ends[-1 - half].max()) / half)
