@@ -18,6 +18,7 @@ from pipec.passes.linearise import linearise
 from pipec.passes.order import chunk_edges, order
 from pipec.passes.place import place
 from pipec.passes.recompute import recompute as recompute_pass
+from pipec.passes.reduce import reduce
 from pipec.passes.settle import settle
 from pipec.passes.updates import updates
 from pipec.schedules import find_schedule
@@ -40,6 +41,7 @@ def compile(  # noqa: A001 - the verb of this library
     update: str | None = None,
     update_early: bool = False,
     forward_only: bool = False,
+    data_parallel: int = 1,
     costs: Costs | None = None,
     memory_limit: float | Activations | None = None,
 ) -> Plan:
@@ -61,6 +63,8 @@ def compile(  # noqa: A001 - the verb of this library
             asynchronous schedules take "stage" only.
         update_early: a stage updates right after its own last backward; with update="stage" only.
         forward_only: no backward, for evaluation.
+        data_parallel: replicas of the pipeline, each in processes of its own with its own part of the data; REDUCE
+            tasks add up their gradients. See docs/distributed.md.
         costs: balance the placement and inform the policy; kept as the default of ``plan.simulate()``.
         memory_limit: per device, in bytes or ``pipec.activations(n)``; verified, and given to the policy.
 
@@ -73,7 +77,7 @@ def compile(  # noqa: A001 - the verb of this library
     microbatches = getattr(policy, "microbatches", 1) if microbatches is None else microbatches
     if devices is None:
         raise ScheduleError(f"devices= is needed: schedule {policy_name(policy)!r} does not say for how many it is")
-    for name, number in (("devices", devices), ("microbatches", microbatches)):
+    for name, number in (("devices", devices), ("microbatches", microbatches), ("data_parallel", data_parallel)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{name} must be a whole number of at least 1, got {number!r}")
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
@@ -90,7 +94,7 @@ def compile(  # noqa: A001 - the verb of this library
     check_slices(spec, slices)
     default = getattr(policy, "placement", "linear")
     made = place(spec, devices, placement, chunks or getattr(policy, "chunks", None), costs, default)
-    recipe = Recipe(policy, recompute, update, update_early, not forward_only, memory_limit)
+    recipe = Recipe(policy, recompute, update, update_early, not forward_only, data_parallel, memory_limit)
     return build(spec.graph, made, devices, microbatches, recipe, costs, slices)
 
 
@@ -103,6 +107,7 @@ class Recipe:
     update: str | None = None
     update_early: bool = False
     training: bool = True
+    data_parallel: int = 1
     memory_limit: float | Activations | None = None
 
 
@@ -122,7 +127,7 @@ def build(
         draft = settle(problem, lambda longer: compute_tasks(graph, longer, recipe))
     else:
         draft = compute_tasks(graph, problem, recipe)
-    plan = evolve(finish(copies(draft), costs), recipe=recipe)
+    plan = evolve(finish(copies(draft), costs), recipe=recipe, data_parallel=recipe.data_parallel)
     verify(plan, memory_limit=recipe.memory_limit)
     return plan
 
@@ -132,6 +137,7 @@ def compute_tasks(graph: Graph, problem: Problem, recipe: Recipe) -> Draft:
     draft = order(graph, problem, recipe.policy, training=recipe.training)
     draft = recompute_pass(draft, recipe.recompute)
     draft = linearise(draft)
+    draft = reduce(draft, recipe.data_parallel)
     return updates(draft, recipe.update, recipe.update_early)
 
 
@@ -170,7 +176,7 @@ def _recipe_from_text(plan: Plan) -> Recipe:
     first_update = np.flatnonzero(table.kind == Kind.UPDATE)[:1]
     last_backward = np.flatnonzero(np.isin(table.kind, BACKWARDS))[-1:]
     early = bool(len(first_update) and len(last_backward) and first_update[0] < last_backward[0])
-    return Recipe(find_schedule(plan.schedule), modes, plan.update, early, plan.training)
+    return Recipe(find_schedule(plan.schedule), modes, plan.update, early, plan.training, plan.data_parallel)
 
 
 def forward_plan(plan: Plan, microbatches: int | None = None, slices: int | None = None) -> Plan:

@@ -35,6 +35,7 @@ class StageCosts:
     weight_bytes: int | None = None
     weight_activation_bytes: int | None = None
     carry_bytes: int | None = None
+    reduce: float | None = None
 
 
 DURATIONS = ("forward", "backward_input", "backward_weight", "recompute", "update", "latency")
@@ -105,6 +106,7 @@ class Costs:
         gradients: bytes of a value's gradient where it is not as large as the value (integers have none).
         saved_values: bytes of a value that the graph of the stage that made it saves as well (Tanh does).
         unit: the unit of time, for titles and tables.
+        reduce: of one REDUCE; by default from the stage's ``weight_bytes`` and the bandwidth, 0 without them.
         overlap: tasks that a schedule runs as one (a fused forward and backward) take the sum of their durations times
             this; 1: nothing is gained.
         optimizer: bytes of optimizer state per byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
@@ -122,6 +124,7 @@ class Costs:
     gradients: dict[str, int] = field(factory=dict, converter=_value_bytes)
     saved_values: dict[str, int] = field(factory=dict, converter=_value_bytes)
     unit: str = ""
+    reduce: float | None = field(default=None, validator=_not_negative)
     overlap: float = field(default=1.0, validator=_not_negative)
     optimizer: float = field(default=2.0, validator=_not_negative)
 
@@ -151,6 +154,19 @@ class Costs:
         if kind is Kind.UPDATE:
             return pick("update")
         return 0.0
+
+    def reduce_duration(self, stage: str, replicas: int) -> float:
+        """How long a REDUCE occupies the copy-out lane: as given, else what a ring over ``replicas`` needs to move.
+
+        2(n-1)/n of the weights' bytes through ``bandwidth`` (Patarasuk and Yuan 2009); 0 where either is unknown.
+        """
+        own = self.stages.get(stage, _NONE)
+        given = self.reduce if own.reduce is None else own.reduce
+        if given is not None:
+            return float(given)
+        if self.bandwidth is None or own.weight_bytes is None:
+            return 0.0
+        return 2.0 * max(replicas - 1, 1) / max(replicas, 2) * own.weight_bytes / self.bandwidth
 
     def __str__(self) -> str:
         """The defaults in a line and a row per stage that overrides them."""

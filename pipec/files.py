@@ -63,6 +63,7 @@ def from_dict(given: Any) -> Plan:
             graph["stages"].each(lambda s: StageInfo(
                 s["name"].all(str), s["backward"].all(bool), s["loss"].all(bool), s["ordered"].all(bool),
                 s["reads"].wholes(), s["gives"].wholes(), s["carry"].all(bool),
+                s["tied"].wholes() if "tied" in s.all(dict) else (),
             )),
             graph["values"].each(lambda v: ValueInfo(
                 v["name"].all(str), v["producer"].whole(), v["readers"].wholes(), v["skips"].wholes()
@@ -79,6 +80,7 @@ def from_dict(given: Any) -> Plan:
         replicas, slices, costs, update_early=at["update_early"].all(bool),
         minibatches=at["minibatches"].whole(1) if "minibatches" in given else 1,
         weights=at["weights"].all(str) if "weights" in given else "",
+        data_parallel=at["data_parallel"].whole(1) if "data_parallel" in given else 1,
     )
     check_form(plan)
     return plan

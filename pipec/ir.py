@@ -160,6 +160,11 @@ def concat_tables(tables: Sequence[Table]) -> Table:
     return Table(*(np.concatenate([getattr(t, name) for t in tables]) for name in TABLE_COLUMNS))
 
 
+def sends(table: Table) -> npt.NDArray[np.bool_]:
+    """Per task whether it stands in the copy-out lane of its device: COPY and REDUCE."""
+    return np.asarray((table.kind == Kind.COPY) | (table.kind == Kind.REDUCE))
+
+
 class TaskView(Sequence[Task]):
     """A device's tasks, made when looked at."""
 
@@ -215,6 +220,7 @@ class Plan:
     update_early: bool = False  # each stage updates right after its own last backward
     minibatches: int = 1
     weights: str = ""  # the weight rule of an asynchronous plan, as text
+    data_parallel: int = 1  # replicas of the whole pipeline in other processes, which add up their gradients
 
     @property
     def asynchronous(self) -> bool:
@@ -276,7 +282,7 @@ class Plan:
         if not isinstance(other, Plan):
             return NotImplemented
         plain = ("graph", "chunks", "devices", "microbatches", "schedule", "recompute", "update", "table", "waits",
-                 "buffers", "replicas", "slices", "update_early", "minibatches", "weights")
+                 "buffers", "replicas", "slices", "update_early", "data_parallel", "minibatches", "weights")
         return all(getattr(self, name) == getattr(other, name) for name in plain) and all(
             np.array_equal(a, b)
             for mine, theirs in zip(self.lanes, other.lanes, strict=True)

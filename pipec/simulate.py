@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pipec.costs import Costs
 from pipec.errors import PlanError, SpecError
-from pipec.ir import BACKWARDS, Buffer, Buffers, Kind, Lane, Plan, Table
+from pipec.ir import BACKWARDS, Buffer, Buffers, Kind, Lane, Plan, Table, sends
 from pipec.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -31,6 +31,7 @@ def durations(plan: Plan, costs: Costs) -> Floats:
     for number, stage in enumerate(graph.stages):
         for kind in Kind:
             by_stage[kind, number] = costs.duration(kind, stage.name)
+        by_stage[Kind.REDUCE, number] = costs.reduce_duration(stage.name, plan.data_parallel)
     trained = sorted({int(s) for s in table.stage[np.isin(table.kind, BACKWARDS)]})
     by_stage[Kind.UPDATE, -1] = sum(by_stage[Kind.UPDATE, s] for s in trained)  # an UPDATE of all stages
     by_stage[: Kind.COPY] /= plan.slices
@@ -77,7 +78,7 @@ def run_clock(plan: Plan, duration: Floats, latency: float) -> tuple[Floats, Flo
     table, count = plan.table, len(plan.table)
     lane, peer_lane = table.device * 3, table.peer * 3 + int(Lane.IN)
     copy = table.kind == Kind.COPY
-    lane = np.where(copy, lane + int(Lane.OUT), lane).tolist()
+    lane = np.where(sends(table), lane + int(Lane.OUT), lane).tolist()
     second = np.where(copy, peer_lane, -1).tolist()
     spans = duration.tolist()
     bounds, ids = plan.waits.start.tolist(), plan.waits.ids.tolist()

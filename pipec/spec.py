@@ -173,6 +173,7 @@ class StageInfo:
     reads: tuple[int, ...] = ()  # values
     gives: tuple[int, ...] = ()  # values
     carry: bool = False
+    tied: tuple[int, ...] = ()  # other stages with a parameter in common
 
 
 @frozen
@@ -271,6 +272,7 @@ def build_graph(spec: Spec, ports: tuple[Port, ...]) -> Graph:
         )
         for index, port in enumerate(ports)
     )
+    tied = tied_stages(spec)
     stages = tuple(
         StageInfo(
             stage.name,
@@ -280,6 +282,7 @@ def build_graph(spec: Spec, ports: tuple[Port, ...]) -> Graph:
             tuple(i for i, port in enumerate(ports) if number in port.readers),
             tuple(i for i, port in enumerate(ports) if port.producer == number),
             stage.carry,
+            tied[number],
         )
         for number, stage in enumerate(spec.stages)
     )
@@ -292,6 +295,29 @@ def build_graph(spec: Spec, ports: tuple[Port, ...]) -> Graph:
         for i, info in enumerate(spec.inputs)
     )
     return Graph(spec.name, stages, values, inputs)
+
+
+def parameters_of(stage: StageSpec) -> Iterator[tuple[str, Any]]:
+    """The tensors of a declared stage that may be trained, each once, by name; none of a lazy one."""
+    owner = owner_of(stage.fn)
+    if hasattr(owner, "named_parameters"):
+        yield from owner.named_parameters()
+    leaves = flatten(stage.params)[0] if stage.params is not None else []
+    yield from ((str(place), leaf) for place, leaf in enumerate(leaves) if hasattr(leaf, "requires_grad"))
+
+
+def tied_stages(spec: Spec) -> list[tuple[int, ...]]:
+    """Per stage the others that have a parameter in common with it."""
+    users: dict[int, set[int]] = {}
+    for number, stage in enumerate(spec.stages):
+        for _, parameter in parameters_of(stage):
+            users.setdefault(id(parameter), set()).add(number)
+    found: list[set[int]] = [set() for _ in spec.stages]
+    for stages in users.values():
+        if len(stages) > 1:
+            for number in stages:
+                found[number] |= stages - {number}
+    return [tuple(sorted(others)) for others in found]
 
 
 def owner_of(fn: Any) -> Any:

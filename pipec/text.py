@@ -40,6 +40,7 @@ def format_plan(plan: Plan) -> str:
         f"plan {quote(plan.graph.name)} schedule={quote(plan.schedule)} devices={plan.devices} "
         f"microbatches={plan.microbatches} recompute={quote(plan.recompute)} update={update}"
         + (" update_early=yes" if plan.update_early else "")
+        + (f" data_parallel={plan.data_parallel}" if plan.data_parallel > 1 else "")
         + (f" replicas={plan.replicas}" if plan.replicas > 1 else "")
         + (f" slices={plan.slices}" if plan.slices > 1 else "")
         + (f" minibatches={plan.minibatches} rule={quote(plan.weights)}" if plan.asynchronous else "")
@@ -48,6 +49,7 @@ def format_plan(plan: Plan) -> str:
     for number, stage in enumerate(plan.graph.stages):
         flags = [name for name in ("loss", "ordered", "carry") if getattr(stage, name)]
         flags += [] if stage.backward else ["forward-only"]
+        flags += [f"tied-{other}" for other in stage.tied]
         lines.append(
             f"stage {number} {quote(stage.name)} chunk={owner[number].index} device={owner[number].device}"
             + "".join(f" {flag}" for flag in flags)
@@ -89,6 +91,8 @@ def _task_line(plan: Plan, device: int, task: int, width: int, new: Any, free: A
     line = f"  %{task:<{width}} {row!s:<12}"
     if row.kind is Kind.COPY:
         line += " out" if own_side else " in "
+    elif row.kind is Kind.REDUCE:
+        line += " out"
     if own_side and len(waits := plan.waits.of(task)):
         line += " wait " + " ".join(f"%{w}" for w in waits)
     if own_side and row.version:
@@ -202,6 +206,8 @@ class _Body:
             lane = Lane.OUT if device == self.device else Lane.IN
         else:
             item = match.group(12, 13, 14)
+            if LETTERS[match[11]] is Kind.REDUCE:
+                lane = Lane.OUT
             row = {"kind": LETTERS[match[11]], "stage": int(match[10]) if match[10] else -1, "device": self.device}
         row |= dict(zip(("microbatch", "slice", "replica"), (int(part or 0) for part in item), strict=True))
         if (task, lane) in self.seen:
@@ -239,7 +245,7 @@ class _Body:
         if bad:
             raise PlanError(f"the plan waits for %{bad[0]}, which it does not hold")
         devices = int(options["devices"])
-        for option in ("devices", "microbatches", "replicas", "slices", "minibatches"):
+        for option in ("devices", "microbatches", "replicas", "slices", "minibatches", "data_parallel"):
             if int(options.get(option, 1)) < 1:
                 raise PlanError(f"the plan's text says {option}={options[option]}; there is at least one")
         stray = [d for d in self.lanes if d >= devices]
@@ -257,6 +263,7 @@ class _Body:
             Waits(*to_csr((waits[:, 0], waits[:, 1]), size)), self._buffers(), int(options.get("replicas", 1)),
             int(options.get("slices", 1)), update_early=options.get("update_early") == "yes",
             minibatches=int(options.get("minibatches", 1)), weights=_unquote(options.get("rule", '""')),
+            data_parallel=int(options.get("data_parallel", 1)),
         )
 
     def _chunks(self) -> tuple[Chunk, ...]:
@@ -272,6 +279,7 @@ class _Body:
                 tuple(v for v, info in enumerate(self.values) if number in info.readers),
                 tuple(v for v, info in enumerate(self.values) if info.producer == number),
                 "carry" in flags,
+                tuple(int(flag[5:]) for flag in flags if flag.startswith("tied-")),
             )
             for number, (stage, _, _, flags) in enumerate(self.stages)
         )

@@ -17,7 +17,9 @@ import torch
 
 PATIENCE = 60.0  # seconds for one function on all ranks
 STARTER = multiprocessing.get_context("forkserver")  # one process imports torch, the ranks are its copies
-STARTER.set_forkserver_preload(["torch", "torch.distributed", "models", "pipec.runtime.distributed.ranks"])
+STARTER.set_forkserver_preload([
+    "torch", "torch.distributed", "torch._dynamo", "models", "pipec.runtime.distributed.ranks",
+])
 
 
 class RankError(Exception):

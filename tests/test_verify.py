@@ -85,6 +85,7 @@ def test_report_prints() -> None:
             "  versions: holds",
             "  memory: not checked: no memory limit is given",
             "  updates: not checked: the plan updates each stage early, so nothing may need all gradients at once",
+            "  reduces: holds",
             "  periods: not checked: a synchronous plan has no steady period",
         ]
     )

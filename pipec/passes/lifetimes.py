@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from pipec.ir import BACKWARDS, BUFFER_COLUMNS, CARRIED, Buffer, Buffers, Kind, Lanes, Table, Waits
+from pipec.ir import BACKWARDS, BUFFER_COLUMNS, CARRIED, Buffer, Buffers, Kind, Lanes, Table, Waits, sends
 from pipec.passes.draft import Draft, Index, Pairs, grouped, index_of, join, pairs, to_csr
+from pipec.passes.reduce import reduce_waits
 from pipec.rules.base import READERS
 
 Rows = npt.NDArray[np.int64]
@@ -56,13 +57,13 @@ class Copies:
 
 def lanes_of(table: Table, devices: int) -> tuple[Lanes, ...]:
     """Per device its compute, copy-out and copy-in lane: task ids in ascending order."""
-    copy = table.kind == Kind.COPY
+    copy, out = table.kind == Kind.COPY, sends(table)
     made = []
     for device in range(devices):
         own = table.device == device
         made.append((
-            np.flatnonzero(own & ~copy).astype(np.int32),
-            np.flatnonzero(own & copy).astype(np.int32),
+            np.flatnonzero(own & ~out).astype(np.int32),
+            np.flatnonzero(own & out).astype(np.int32),
             np.flatnonzero((table.peer == device) & copy).astype(np.int32),
         ))
     return tuple(made)
@@ -73,7 +74,7 @@ def lifetimes(draft: Draft) -> tuple[tuple[Lanes, ...], Waits, Buffers]:
     index = index_of(draft)
     sent = Copies.of(draft, index.items)
     buffers, holds = _buffers(draft, index, sent)
-    waits = join([*_data_waits(draft, index, sent), *_update_waits(draft), *holds])
+    waits = join([*_data_waits(draft, index, sent), *_update_waits(draft), *reduce_waits(draft), *holds])
     start, ids = to_csr(waits, len(draft.table))
     return lanes_of(draft.table, draft.devices), Waits(start, ids), buffers
 
@@ -112,12 +113,21 @@ def _update_waits(draft: Draft) -> list[Pairs]:
     table = draft.table
     backward = np.isin(table.kind, BACKWARDS)
     ids = np.flatnonzero(table.kind == Kind.UPDATE)
-    if not len(ids) or draft.update_early or draft.rule is not None:
+    if not len(ids) or draft.rule is not None:
         return []
+    if draft.update_early:  # a stage's own REDUCE is on another lane
+        index = index_of(draft)
+        own = table.stage[ids]
+        return [pairs(ids.astype(np.int64), index.rows[Kind.REDUCE, own, 0])]
     last = {d: np.flatnonzero(backward & (table.device == d)) for d in range(draft.devices)}
+    reduced = np.flatnonzero(table.kind == Kind.REDUCE)
     parts = []
     for device in range(draft.devices):
         own = ids[table.device[ids] == device]
+        for other in range(draft.devices):
+            rows = reduced[table.device[reduced] == other]
+            if len(own) and len(rows):
+                parts.append((own[:1].astype(np.int64), rows[-1:]))
         for other, rows in last.items():
             if len(own) and other != device and len(rows):
                 parts.append((own[:1].astype(np.int64), rows[-1:]))

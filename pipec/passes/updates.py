@@ -10,7 +10,8 @@ from attrs import evolve
 
 from pipec.errors import ScheduleError
 from pipec.ir import Kind, concat_tables, make_table
-from pipec.passes.draft import Draft, index_of, last_of_groups
+from pipec.passes.draft import Draft, index_of
+from pipec.passes.reduce import last_backwards
 from pipec.rules.base import Rule, declared_versions, newest_by_row
 
 UPDATES = (None, "stage", "all")
@@ -35,11 +36,7 @@ def updates(draft: Draft, update: str | None = None, early: bool = False) -> Dra
     if draft.rule is not None:
         return _asynchronous(draft, draft.rule, update, early)
     index, size = index_of(draft), len(draft.table)
-    group_end = last_of_groups(draft.table)
-    last = np.asarray([
-        group_end[own].max() if len(own := rows[rows >= 0]) else -1
-        for rows in (index.last_backward(s) for s in range(len(draft.graph.stages)))
-    ])
+    last = np.maximum(last_backwards(draft), index.rows[Kind.REDUCE, :, 0])
     stages = np.flatnonzero(last >= 0)
     if update is None or not len(stages):
         return draft

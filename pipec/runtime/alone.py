@@ -14,6 +14,7 @@ from pipec.ir import Plan
 from pipec.runtime.backends import Backend
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
+from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.program import Program
 from pipec.runtime.randomness import Position
 from pipec.runtime.result import Result
@@ -39,6 +40,23 @@ class Alone:
     def inputs_elsewhere(self, stages: Sequence[Stage]) -> list[int]:
         """Inputs that only other processes need."""
         return []
+
+    def trained(self, stages: Sequence[Stage]) -> list[list[Tensor]]:
+        """Per stage the tensors whose gradients are added up here."""
+        return [stage.trainable() for stage in stages]
+
+    def shared(self, trained: Sequence[list[Tensor]]) -> set[int]:
+        """Ids of the parameters whose gradients are complete only when several sums are added."""
+        return shared_parameters(trained)
+
+    def share(self, stages: Sequence[Stage]) -> None:
+        """Make what several processes hold the same, before the first step."""
+
+    def reduce(self, stage: int, failed: bool) -> None:
+        """Begin the REDUCE of a stage."""
+
+    def reduced(self) -> None:
+        """Wait for every REDUCE that has begun."""
 
     def begin(self, make: Callable[[], Batch], training: bool, position: Position) -> Batch:
         """The minibatch of a call, checked."""
@@ -72,10 +90,14 @@ class Alone:
         """Whether ``flag`` is true in any process."""
         return flag
 
-    def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    def norm(self, stages: Sequence[Stage], norm_type: float) -> Tensor:
         """The norm of all gradients, as :func:`torch.nn.utils.get_total_norm` computes it."""
+        parameters = {id(p): p for stage in stages for _, p in stage.named_parameters()}.values()
         gradients = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
+
+    def switch(self) -> None:
+        """Another plan takes the place of this one."""
 
     def times(self, step: Step) -> tuple[list[int], list[int]]:
         """Start and end of every task in nanoseconds."""
@@ -93,9 +115,16 @@ def party(spec: Any, plan: Plan, backend: str | Backend | None, mesh: Any, timeo
     """
     from pipec.runtime.distributed.group import running
 
-    if backend not in (None, "distributed") and mesh is None:
+    many = running() and (backend in (None, "distributed") or mesh is not None)
+    if plan.data_parallel > 1 and not many:
+        raise RunError(
+            f"the plan has data_parallel={plan.data_parallel} replicas of {plan.devices} devices, so it runs on "
+            f"{plan.devices * plan.data_parallel} processes; start the script with torchrun, or compile with "
+            "data_parallel=1"
+        )
+    if not many and backend not in (None, "distributed") and mesh is None:
         return Alone()
-    if not running():
+    if not many:
         if backend == "distributed" or mesh is not None:
             raise RunError(
                 "a distributed run needs torch.distributed.init_process_group() in several processes before; start "

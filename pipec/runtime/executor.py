@@ -273,6 +273,11 @@ class Device:
         """COPY, the sender's half: hand a value or its gradients to another device."""
         self.channels.send(op.route, op.slot, self.store[op.source])
 
+    def reduce(self, op: Op) -> None:
+        """REDUCE: begin to add up a stage's gradients with those of other processes; in one process they are complete
+        already."""
+        self.step.reduce(op.stage)
+
     def update(self, op: Op) -> None:
         """UPDATE: step the optimizer of a stage, or the one of all."""
         self.step.update(op.stage)
@@ -280,8 +285,8 @@ class Device:
 
 # By Kind. Kept here and not on each Device, where bound methods would make a cycle that only the collector frees.
 HANDLERS = (
-    Device.forward, Device.recompute, Device.backward, Device.backward_input, Device.backward_weight, Device.copy, None,
-    Device.update,
+    Device.forward, Device.recompute, Device.backward, Device.backward_input, Device.backward_weight, Device.copy,
+    Device.reduce, Device.update,
 )
 Device.handlers = HANDLERS
 

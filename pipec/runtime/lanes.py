@@ -62,7 +62,7 @@ def turns(plan: Plan, ops: Sequence[Sequence[Op]]) -> list[Turn]:
     made, awaited = [], set(plan.waits.ids.tolist())
     for op in sorted((op for row in ops for op in row), key=lambda op: op.task):
         copy = op.kind is Kind.COPY
-        lane = 3 * op.device + (Lane.OUT if copy else Lane.COMPUTE)
+        lane = 3 * op.device + (Lane.OUT if copy or op.kind is Kind.REDUCE else Lane.COMPUTE)
         into = 3 * op.route[1] + Lane.IN if copy else -1
         made.append(Turn(op, lane, into, tuple(plan.waits.of(op.task).tolist()), op.task in awaited))
     return made

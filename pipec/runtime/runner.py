@@ -23,7 +23,7 @@ from pipec.runtime.choose import make_backend
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
 from pipec.runtime.fit import check_fit
-from pipec.runtime.gradients import Accumulator, commit, shared_parameters
+from pipec.runtime.gradients import Accumulator, commit
 from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.placement import homes, place_stages, real_devices
 from pipec.runtime.program import Op, Program, build_program
@@ -101,6 +101,7 @@ class Runner(Overlapping, Stateful):
         self._party: Alone = party(self.spec, plan, backend, mesh, timeout, outputs)
         with self._party.agreement({"scaler": scaler is not None, "outputs option": outputs}):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
+        self._party.share(self.stages)
         self._plans: dict[tuple[bool, int, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
@@ -157,7 +158,7 @@ class Runner(Overlapping, Stateful):
             raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
         if self.plan.asynchronous:
             return self._overlap(args, inputs)
-        trained = [stage.trainable() for stage in self.stages]
+        trained = self._party.trained(self.stages)
         used = [own for own, info in zip(trained, self.plan.graph.stages, strict=True) if info.backward]
         parameters = list({id(p): p for own in used for p in own}.values())
         updater, party, position = self._updater, self._party, self._position.pinned()
@@ -169,12 +170,12 @@ class Runner(Overlapping, Stateful):
 
         batch = party.begin(made, True, position)
         plan, program = self._program(True, batch)
-        shared = shared_parameters(trained)
+        shared = party.shared(trained)
         accumulators = [
             Accumulator(own, shared, order) for own, order in zip(trained, program.backward_order, strict=True)
         ]
         step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
-                    self.probe, random=self._random(position))
+                    self.probe, random=self._random(position), reduce=party.reduce)
         with Undo(self.stages, parameters, [*updater.others(parameters), *batch.leaves()]) as undo:
             for accumulator in accumulators:
                 accumulator.begin()
@@ -190,6 +191,7 @@ class Runner(Overlapping, Stateful):
                 check_means(self.stages)
 
             def updates() -> None:
+                party.reduced()
                 if not plan.update_early:
                     commit(accumulators, shared)
                     step.backward_inputs()
@@ -219,6 +221,7 @@ class Runner(Overlapping, Stateful):
 
     def _update(self, step: Step, stage: int, shared: set[int]) -> None:
         if step.plan.update_early:
+            self._party.reduced()
             commit([step.accumulators[stage]], shared)
         self._updater.step(stage)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipec.errors import RunError, raise_all
 from pipec.runtime import checkpoint, names
+from pipec.runtime.alone import Alone
 from pipec.runtime.optim import Updater
 from pipec.runtime.randomness import Position
 from pipec.runtime.stages import Stage
@@ -29,6 +30,7 @@ class Stateful:
     _updater: Updater
     _position: Position
     _flow: Flow | None
+    _party: Alone
 
     if TYPE_CHECKING:
         def _alone(self) -> AbstractContextManager[None]: ...
@@ -49,6 +51,24 @@ class Stateful:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before, a scalar.
+
+        As ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages, each counted once, with equal numbers
+        in one process and over ranks, where all of them call it. After ``step()`` where the script steps its own
+        optimizer; with UPDATE tasks inside ``before_update``: ``before_update=lambda _: run.clip_grad_norm_(1.0)``.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+        """
+        norm = self._party.norm(self.stages, norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"the gradients' norm of order {norm_type} is {float(norm)}, so they cannot be clipped")
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, norm)
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of all stages, tied ones under each name; the values share memory with the model.

@@ -146,13 +146,15 @@ Probe = Callable[[Kind, int, int, Any], None]  # kind, stage, piece, what the ta
 class Step:
     """One step of a plan.
 
-    ``scale`` multiplies every loss gradient (loss scaling); ``update`` is called by UPDATE tasks with the stage;
-    ``probe`` sees what every FORWARD and BACKWARD made; ``random`` gives every task its stream of random numbers.
+    ``scale`` multiplies every loss gradient (loss scaling); ``update`` and ``reduce`` are called by UPDATE and REDUCE
+    tasks with the stage; ``probe`` sees what every FORWARD and BACKWARD made; ``random`` gives every task its stream of
+    random numbers.
     """
 
     def __init__(
         self, plan: Plan, batch: Batch, accumulators: list[Accumulator], scale: float = 1.0,
         update: Callable[[int], None] | None = None, probe: Probe | None = None, *, random: Randomness,
+        reduce: Callable[..., None] | None = None,
     ) -> None:
         spec, count = batch.spec, batch.microbatches * batch.slices
         self.plan, self.batch, self.accumulators, self.scale = plan, batch, accumulators, scale
@@ -164,7 +166,7 @@ class Step:
         self.starts: list[int] = [0] * len(plan.table)
         self.ends: list[int] = [0] * len(plan.table)
         self.wanted_losses = batch.wanted_losses
-        self._update, self.probe, self.random = update, probe, random
+        self._update, self._reduce, self.probe, self.random = update, reduce, probe, random
 
     def seed(self, loss: int, piece: int) -> Tensor:
         """The gradient of the minibatch's loss with respect to that of one microbatch or slice."""
@@ -175,13 +177,18 @@ class Step:
         if self._update is not None:
             self._update(stage)
 
+    def reduce(self, stage: int, failed: bool = False) -> None:
+        """Begin to add up a stage's gradients with other processes; after a failure only for their sake."""
+        if self._reduce is not None:
+            self._reduce(stage, failed)
+
     def forget(self) -> None:
         """Drop every tensor and callback; what is left are the times of the tasks."""
         self.inputs.clear()  # devices hold the same list
         self.inputs, self.outputs, self.losses, self.input_gradients, self.accumulators = [], [], [], [], []
         self.batch.values = []
         self.snapshots = {}
-        self._update = None
+        self._update = self._reduce = None
 
     def backward_inputs(self) -> None:
         """Send the gradients of inputs that require one into the caller's own graph, once for all microbatches."""

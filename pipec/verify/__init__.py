@@ -18,6 +18,7 @@ from pipec.verify.form import MOST, check_form
 from pipec.verify.groups import groups
 from pipec.verify.lifetimes import lifetimes, memory
 from pipec.verify.reach import Reach
+from pipec.verify.reduces import reduces
 from pipec.verify.tasks import order, tasks, updates
 from pipec.verify.weights import periods, versions
 
@@ -35,6 +36,7 @@ INVARIANTS: dict[str, Check] = {
     "versions": versions,
     "memory": memory,
     "updates": updates,
+    "reduces": reduces,
     "periods": periods,
 }
 

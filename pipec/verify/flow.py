@@ -128,6 +128,8 @@ def _send_order(facts: Facts) -> list[str]:
     found = []
     for device in range(facts.plan.devices):
         for peer in np.unique(table.peer[lanes[device][Lane.OUT]]).tolist():
+            if peer < 0:  # a REDUCE, which has no single receiver
+                continue
             out, into = lanes[device][Lane.OUT], lanes[peer][Lane.IN]
             out, into = out[table.peer[out] == peer], into[table.device[into] == device]
             differ = np.flatnonzero(out != into)  # of one length: every COPY stands in both lanes

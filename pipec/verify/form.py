@@ -12,7 +12,7 @@ import numpy as np
 
 from pipec.columns import OF_STAGES
 from pipec.errors import PlanError, Problem, raise_all
-from pipec.ir import BUFFER_COLUMNS, CARRIED, TABLE_COLUMNS, Buffer, Kind, Lane, Plan
+from pipec.ir import BUFFER_COLUMNS, CARRIED, TABLE_COLUMNS, Buffer, Kind, Lane, Plan, sends
 from pipec.segments import first_stages
 from pipec.verify.facts import some
 
@@ -115,7 +115,8 @@ def _lanes(plan: Plan) -> Iterator[str]:
         yield f"the plan has lanes for {len(plan.lanes)} devices, but {plan.devices} devices"
         return
     copy = table.kind == Kind.COPY
-    homes = (np.where(copy, -1, table.device), np.where(copy, table.device, -1), np.where(copy, table.peer, -1))
+    out = sends(table)
+    homes = (np.where(out, -1, table.device), np.where(out, table.device, -1), np.where(copy, table.peer, -1))
     for lane, home in zip(Lane, homes, strict=True):
         times = np.zeros(size, np.int64)  # how often each task stands in a lane of this kind on its own device
         for device, lanes in enumerate(plan.lanes):

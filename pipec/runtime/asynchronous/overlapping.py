@@ -12,6 +12,7 @@ from torch import Tensor
 from pipec.errors import Problem, RunError, raise_all
 from pipec.ir import Plan
 from pipec.runtime import names
+from pipec.runtime.alone import Alone
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.flow import Flow
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
@@ -42,6 +43,7 @@ class Overlapping:
     _position: Position
     _streams: Streams
     _flow: Flow | None
+    _party: Alone
     _weights: list[StageWeights]
     _rescheduling: Rescheduling | None
     _delay: TruncatedExponential | None
@@ -73,6 +75,7 @@ class Overlapping:
         """
         with self._alone():
             check_switch(plan, self.plan, self.spec)
+            self._party.switch()
             flow = self._flow_of(plan)
             self._drain()
             if flow is not None and self._flow is not None:

@@ -100,7 +100,11 @@ class RankBackend:
                 where = describe(device.step.plan.graph, found.op)
                 story = rank, f"rank {rank} failed: {told(found.error)} in {where}"
         if channels.broken is None:
+            left = own if device.at is None else own[own.index(device.at) :]
             try:
+                for op in left:
+                    if op.kind is Kind.REDUCE:
+                        device.step.reduce(op.stage, True)
                 channels.drain(own, story)
                 return
             except RankError:  # one is gone meanwhile

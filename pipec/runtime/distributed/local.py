@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from attrs import evolve, frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipec.errors import RunError
 from pipec.ir import Plan
-from pipec.runtime.stages import named_leaves
-from pipec.spec import Spec, StageSpec, owner_of
+from pipec.spec import Spec, parameters_of
 
 
 def local_spec(spec: Spec, plan: Plan, device: int) -> Spec:
@@ -29,18 +28,11 @@ class Tied:
 
     users: tuple[tuple[int, str], ...]
     parameter: Tensor
+    place: int  # among the parameters of the first stage
 
     @property
     def stages(self) -> tuple[int, ...]:
         return tuple(stage for stage, _ in self.users)
-
-
-def parameters_of(stage: StageSpec) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a declared stage that may be trained, each once; none of a lazy one."""
-    owner = owner_of(stage.fn)
-    if isinstance(owner, nn.Module):
-        yield from owner.named_parameters()
-    yield from ((path, leaf) for path, leaf in named_leaves(stage.params) if isinstance(leaf, Tensor))
 
 
 def tied_parameters(spec: Spec, devices: Sequence[int]) -> list[Tied]:
@@ -50,14 +42,15 @@ def tied_parameters(spec: Spec, devices: Sequence[int]) -> list[Tied]:
     """
     users: dict[int, list[tuple[int, str]]] = {}
     found: dict[int, Tensor] = {}
+    first: dict[int, int] = {}
     for number, stage in enumerate(spec.stages):
-        for name, parameter in parameters_of(stage):
+        for place, (name, parameter) in enumerate(parameters_of(stage)):
+            first.setdefault(id(parameter), place)
             if all(stage != number for stage, _ in users.get(id(parameter), [])):
                 users.setdefault(id(parameter), []).append((number, name))
             found[id(parameter)] = parameter
-    return [
-        Tied(tuple(own), found[key]) for key, own in users.items() if len({devices[stage] for stage, _ in own}) > 1
-    ]
+    apart = {key: own for key, own in users.items() if len({devices[stage] for stage, _ in own}) > 1}
+    return [Tied(tuple(own), found[key], first[key]) for key, own in apart.items()]
 
 
 def check_inputs(spec: Spec, values: Sequence[object]) -> None:

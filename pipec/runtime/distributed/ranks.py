@@ -1,9 +1,4 @@
-"""The places in a step where ranks must agree; the same methods as :class:`pipec.runtime.alone.Alone`.
-
-Every exchange is a table with one row of numbers per rank: which call it is, whether the rank failed, and what the
-call needs. So ranks that are not at the same call, or of which one failed, find out at the next exchange instead of
-waiting for each other.
-"""
+"""The places in a step where ranks must agree; the same methods as :class:`pipec.runtime.alone.Alone`."""
 
 from __future__ import annotations
 
@@ -22,15 +17,18 @@ from pipec.ir import Plan
 from pipec.runtime.alone import Alone
 from pipec.runtime.backends import Backend
 from pipec.runtime.distributed.agree import compare, summary
-from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, other, traffic
+from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
-from pipec.runtime.distributed.group import exchange, gather_objects, make_groups
+from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, NORM, SETTLE, Council
+from pipec.runtime.distributed.group import gather_objects, make_groups, same_everywhere
 from pipec.runtime.distributed.local import check_inputs, local_spec, tied_parameters
+from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.distributed.wire import Frame
 from pipec.runtime.executor import Device
-from pipec.runtime.failure import describe, told
+from pipec.runtime.failure import told
+from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.program import Op, Program
 from pipec.runtime.randomness import Position
 from pipec.runtime.result import Result
@@ -38,12 +36,6 @@ from pipec.runtime.stages import Stage
 from pipec.runtime.step import Batch, Step
 from pipec.spec import Spec
 from pipec.verify.flow import issue_deadlock
-
-BEGIN, SETTLE, FINISH, ANYWHERE, NORM = range(5)
-CALLS = ("the start of step(), evaluate() or forward()", "the end of its tasks", "the end of its step",
-         "its gradient scaler", "clip_grad_norm_")
-UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
-FIXED = 8  # numbers of a row before those per loss
 
 
 class Ranks(Alone):
@@ -63,14 +55,22 @@ class Ranks(Alone):
             raise RunError(
                 f"the plan cuts microbatches into {plan.slices} slices, which this version runs in one process only"
             )
+        if plan.asynchronous:
+            raise RunError(
+                f"schedule {plan.schedule!r} is asynchronous; asynchronous plans run in one process so far: give "
+                "backend='threads', or choose a synchronous schedule for several"
+            )
         story = issue_deadlock(plan)
         if story is not None:
             raise RunError(f"the plan does not run over several processes: {story}")
-        for tied in tied_parameters(spec, [plan.stage_device(s) for s in range(len(spec.stages))]):
-            names = " and ".join(f"{spec.stages[s].name!r} (as {name!r})" for s, name in tied.users)
-            raise RunError(f"stages {names} share a parameter but are on different ranks; place them on one device")
+        self._devices = [plan.stage_device(stage) for stage in range(len(spec.stages))]
+        self._tied = tied_parameters(spec, self._devices)
+        if self._tied and plan.update_early:
+            names = " and ".join(f"{spec.stages[s].name!r} (as {name!r})" for s, name in self._tied[0].users)
+            raise RunError(f"stages {names} share a parameter, which must wait for the gradients of all, but the plan "
+                           "was compiled with update_early=True; compile without it")
         self._spec, self._plan, self._timeout, self._outputs = spec, plan, timeout, outputs
-        self._groups = make_groups(plan, mesh, 1, timeout)
+        self._groups = make_groups(plan, mesh, plan.data_parallel, timeout)
         self.place = place = self._groups.place
         self.device, self.replica = place.device, place.replica
         self.me = place.everyone.index(dist.get_rank())
@@ -79,9 +79,10 @@ class Ranks(Alone):
         self.backend = RankBackend(place.ranks[place.replica], place.device)
         self._traffic: dict[int, tuple[Program, Traffic]] = {}
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
-        self._width = FIXED + LOSS_WIDTH * len(spec.losses)
-        self._settled, self._broken, self._closed = True, False, False
-        self._at: Plan = plan
+        self._closed = False
+        width = FIXED + LOSS_WIDTH * len(spec.losses)
+        self._council = Council(self._groups, self._watch, plan, width, timeout)
+        self._reducer: Reducer | None = None
 
     # -- before the first step ------------------------------------------------------------------------------
 
@@ -112,6 +113,43 @@ class Ranks(Alone):
         rows = gather_objects(self._groups.everyone, own, len(self.place.everyone))
         compare(rows, self.place.everyone, dist.get_rank())
 
+    def share(self, stages: Sequence[Stage]) -> None:
+        """Give parameters that several ranks hold the values of one: shared ones, and those of all replicas."""
+        place = self.place
+        for one in self._tied:
+            owner = place.ranks[self.replica][self._devices[one.stages[0]]]
+            same_everywhere(one.parameter, self._groups.pipeline, owner)
+        if self._groups.replicas is not None:
+            held = {id(t): t for stage in stages for _, t in stage.named_parameters()}
+            held |= {id(t): t for stage in stages for module in stage.modules for t in module.buffers()}
+            for tensor in held.values():
+                same_everywhere(tensor, self._groups.replicas, place.ranks[0][self.device])
+
+    def trained(self, stages: Sequence[Stage]) -> list[list[Tensor]]:
+        """Of other ranks' stages the shared parameters that are held here too."""
+        made = [stage.trainable() for stage in stages]
+        here = {id(parameter) for own in made for parameter in own}
+        for number, device in enumerate(self._devices):
+            if device != self.device:
+                made[number] = [t.parameter for t in self._tied if number in t.stages and id(t.parameter) in here]
+        return made
+
+    def shared(self, trained: Sequence[list[Tensor]]) -> set[int]:
+        """With replicas, all: each REDUCE adds up what this step made, and nothing that was there before."""
+        if self.place.replicas > 1:
+            return {id(parameter) for own in trained for parameter in own}
+        return shared_parameters(trained)
+
+    def reduce(self, stage: int, failed: bool) -> None:
+        """Begin the REDUCE of a stage."""
+        if self._reducer is not None:
+            self._reducer.start(stage, failed)
+
+    def reduced(self) -> None:
+        """Wait for every REDUCE that has begun."""
+        if self._reducer is not None:
+            self._reducer.finish()
+
     def inputs_elsewhere(self, stages: Sequence[Stage]) -> list[int]:
         """Inputs that no stage of this rank reads; they may be left out here."""
         here = {index for stage in stages if stage.fn is not None for index in stage.inputs}
@@ -132,8 +170,8 @@ class Ranks(Alone):
             RankError: the ranks are not at the same call, or another one's inputs are wrong.
             RunError: the inputs are wrong here.
         """
-        self._ready()
-        self._settled = False
+        self._council.ready()
+        self._council.settled = False
         failure: BaseException | None = None
         seed = position.seed or 0
         row = [float(training), 0.0, -1.0, float(seed >> 32), float(seed & 0xFFFFFFFF), float(position.step)]
@@ -146,7 +184,7 @@ class Ranks(Alone):
         except BaseException as error:
             failure = error
         self._watch.begin()
-        table = self._table(BEGIN, [*row, *counts], failure)
+        table = self._council.table(BEGIN, [*row, *counts], failure)
         if failure is not None:
             raise failure
         self._same(table, training)
@@ -206,10 +244,13 @@ class Ranks(Alone):
         if id(program) not in self._traffic:
             self._traffic[id(program)] = program, traffic(plan, program, self.device)
         own = self._traffic[id(program)][1]
-        self._at = plan
+        self._council.at = plan
+        self._reducer = None
+        if plan.training and (self._tied or self.place.replicas > 1):
+            self._reducer = Reducer(self._groups, self._tied, self._devices, step.accumulators, self._timeout)
         channels = RankChannels(
             self._groups.pipeline, self.device, own.incoming, own.outgoing, self._frames[plan.training],
-            step.batch.parts, self._timeout, torch.device("cpu"), self._lost,
+            step.batch.parts, self._timeout, torch.device("cpu"), self._council.lost,
         )
         return [RankDevice(self._watch, self.device, program.slots[self.device], stages, step, channels)], channels
 
@@ -224,18 +265,20 @@ class Ranks(Alone):
         row: list[float] = [0.0] * LOSS_WIDTH * len(self._spec.losses)
         try:
             work()
-            row = loss_row(step, self._at, self.device)
+            row = loss_row(step, self._council.at, self.device)
         except BaseException as error:
             failure = error
         if channels.broken is not None:
-            self._broken = True
+            self._council.broken = True
             raise failure or channels.broken
         try:
-            table = self._table(SETTLE, [0.0] * (FIXED - 2) + row, failure)
+            table = self._council.table(SETTLE, [0.0] * (FIXED - 2) + row, failure)
             if failure is not None:
                 raise failure
         except BaseException:
             self._frames[step.plan.training].clear()
+            if self._reducer is not None and not self._council.broken:
+                self._reducer.finish(discard=True)
             raise
         finally:
             del failure  # this frame is in its traceback: a cycle
@@ -245,8 +288,8 @@ class Ranks(Alone):
         if self._outputs == "all":
             group = self._groups.pipeline
             outputs = lambda own: gather_objects(group, own, self.place.devices)  # noqa: E731
-        self._settled = not step.plan.training
-        return gathered_result(step, self._at, self.device, [row[FIXED:] for row in table],
+        self._council.settled = not step.plan.training
+        return gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
                                [row[FIXED:] for row in replica], outputs)
 
     def updates(self, program: Program) -> Sequence[Sequence[Op]]:
@@ -266,12 +309,12 @@ class Ranks(Alone):
             work()
         except BaseException as error:
             failure = error
-            if self._settled or self._broken:
+            if self._council.settled or self._council.broken:
                 raise
         try:
             if plan.update is not None:
-                self._table(FINISH, [], failure)
-            self._settled = True
+                self._council.table(FINISH, [], failure)
+            self._council.settled = True
             if failure is not None:
                 raise failure
         finally:
@@ -281,11 +324,11 @@ class Ranks(Alone):
 
     def anywhere(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
-        return any(row[2] for row in self._table(ANYWHERE, [float(flag)], None))
+        return any(row[2] > 0 for row in self._council.table(ANYWHERE, [float(flag)], None))
 
     def gather(self, value: Any, call: int) -> list[Any]:
         """Every device's object of this replica."""
-        self._table(call, [], None)
+        self._council.table(call, [], None)
         return gather_objects(self._groups.pipeline, value, self.place.devices)
 
     def times(self, step: Step) -> tuple[list[int], list[int]]:
@@ -300,86 +343,30 @@ class Ranks(Alone):
                     starts[task], ends[task] = start + move, end + move
         return starts, ends
 
-    def _table(self, call: int, values: Sequence[float], failure: BaseException | None) -> list[list[float]]:
-        """Everybody's row of one exchange.
+    def switch(self) -> None:
+        raise RunError("over several ranks a runner keeps its plan; make another runner on the same modules")
 
-        Raises:
-            RankError: a rank is at another call, or another one failed.
-        """
-        row = [float(call), float(failure is not None), *values]
-        row += [0.0] * (self._width - len(row))
-        size = len(self.place.everyone)
-        try:
-            table = exchange(self._groups.everyone, row, size, self.me, self._timeout)
-        except RankError as error:
-            self._broken = True
-            if failure is not None:
-                raise failure from None
-            at = self.place.everyone[error.rank] if error.rank >= 0 else -1
-            raise self._missing(at, CALLS[call], error) from error
-        if any(own[1] for own in table):
-            self._settled = True
-            story = None if failure is None or isinstance(failure, RankError) else self._story(failure)
-            stories = gather_objects(self._groups.everyone, story, size)
-            first = next((one for one in stories if one is not None), None)
-            if failure is None:
-                raise other(first) if call != FINISH else other(first, UPDATED)
-            return table
-        odd = next((n for n, own in enumerate(table) if own[0] != call), None)
-        if odd is not None:
-            self._broken = True
-            rank = self.place.everyone[odd]
-            raise RankError(
-                f"rank {dist.get_rank()} is at {CALLS[call]}, rank {rank} at {CALLS[int(table[odd][0])]}; all ranks "
-                "make the same calls", rank,
-            )
-        return table
-
-    def _story(self, failure: BaseException) -> tuple[int, str]:
-        where = "; ".join(str(text).removeprefix("pipec: ") for text in getattr(failure, "__notes__", []))
-        rank = dist.get_rank()
-        return rank, f"rank {rank} failed: {told(failure)}" + (f" ({where})" if where else "")
-
-    def _lost(self, device: int, what: str, error: BaseException) -> RankError:
-        """The error about a device of this replica that has ended or does not answer."""
-        return self._missing(self.place.ranks[self.replica][device], f"{what}", error)
-
-    def _missing(self, rank: int, what: str, error: BaseException) -> RankError:
-        everyone = self.place.everyone
-        late = "imed out" in str(error)
-
-        def tell() -> str:
-            verb = f"has not answered for {self._timeout:g} s" if late else "has ended"
-            lines = [f"rank {rank} {verb}" if rank >= 0 else "a rank has ended or does not answer"]
-            lines[0] += f"; this rank waits for {what}"
-            for number, one in enumerate(everyone):
-                if late or one == rank:
-                    lines.append(f"  rank {one} stands at {self._stand(number)}")
-            return "\n".join(lines)
-
-        first, text = self._watch.culprit(rank, tell)
-        if first in everyone and not late:
-            self._watch.forget(everyone.index(first))
-        return RankError(text, first)
-
-    def _stand(self, number: int) -> str:
-        note = self._watch.where(number)
-        if note is None:
-            return "an unknown task"
-        call, task, microbatches = note
-        plan = self._at
-        if task < 0 or task >= len(plan) or plan.microbatches != abs(microbatches):
-            return f"no task (call {call})"
-        row = plan.table.task(task)
-        op = Op(task, row.kind, row.stage, row.microbatch, row.device)
-        return f"{describe(plan.graph, op)} (call {call})"
-
-    def norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-        raise NotImplementedError
-
-    def _ready(self) -> None:
-        if self._broken:
-            raise RankError("the ranks have lost each other in an earlier call; start the processes again")
+    def norm(self, stages: Sequence[Stage], norm_type: float) -> Tensor:
+        """The norm of the gradients of all stages: every parameter once, in the order of one process."""
+        order: dict[int, tuple[int, int]] = {}
+        for number, stage in enumerate(stages):
+            for place, (_, parameter) in enumerate(stage.named_parameters()):
+                order.setdefault(id(parameter), (number, place))
+        for one in self._tied:  # counted where one process meets it first
+            if id(one.parameter) in order:
+                order[id(one.parameter)] = (one.stages[0], one.place)
+        own = {
+            order[id(p)]: torch.linalg.vector_norm(p.grad, norm_type)
+            for stage in stages for _, p in stage.named_parameters() if p.grad is not None
+        }
+        found: dict[tuple[int, int], Tensor] = {}
+        for part in self.gather(own, NORM):
+            found |= part
+        if not found:
+            return torch.zeros(())
+        norms = torch.stack([found[key] for key in sorted(found)])
+        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        return total
 
     def close(self) -> None:
         """Leave the groups."""

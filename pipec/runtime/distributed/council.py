@@ -1,0 +1,122 @@
+"""Exchanges between ranks: tables with a row per rank, and what is said when one is missing from them.
+
+Every row begins with which call it belongs to and whether the rank failed. So ranks that are not at the same call, or
+of which one failed, find out at the next exchange instead of waiting for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from pipec.errors import RankError
+from pipec.ir import Plan
+from pipec.runtime.distributed.backend import other
+from pipec.runtime.distributed.group import Groups, exchange, gather_objects
+from pipec.runtime.distributed.watch import Watch
+from pipec.runtime.failure import describe, told
+from pipec.runtime.program import Op
+
+BEGIN, SETTLE, FINISH, ANYWHERE, NORM = range(5)
+CALLS = ("the start of step(), evaluate() or forward()", "the end of its tasks", "the end of its step",
+         "its gradient scaler", "clip_grad_norm_")
+UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
+FIXED = 8  # numbers of a row before those per loss
+
+
+class Council:
+    """All ranks of a pipeline and its replicas.
+
+    Attributes:
+        at: the plan that runs.
+        settled: nothing is left to be told in this call: it ended, or a failure is known to all.
+        broken: a rank is gone; nothing can be exchanged any more.
+    """
+
+    def __init__(self, groups: Groups, watch: Watch, plan: Plan, width: int, timeout: float) -> None:
+        """``width``: numbers in every row."""
+        place = groups.place
+        self._group, self._ranks, self._devices = groups.everyone, place.everyone, place.ranks[place.replica]
+        self._me = self._ranks.index(dist.get_rank())
+        self._watch, self._width, self._timeout = watch, width, timeout
+        self.at, self.settled, self.broken = plan, True, False
+
+    def ready(self) -> None:
+        """Raise RankError when the ranks cannot work together any more."""
+        if self.broken:
+            raise RankError("the ranks have lost each other in an earlier call; start the processes again")
+
+    def table(self, call: int, values: Sequence[float], failure: BaseException | None) -> list[list[float]]:
+        """Everybody's row of one exchange.
+
+        Raises:
+            RankError: a rank is at another call, or another one failed.
+        """
+        row = [float(call), float(failure is not None), *values]
+        row += [0.0] * (self._width - len(row))
+        size = len(self._ranks)
+        try:
+            table = exchange(self._group, row, size, self._me, self._timeout)
+        except RankError as error:
+            self.broken = True
+            if failure is not None:
+                raise failure from None
+            at = self._ranks[error.rank] if error.rank >= 0 else -1
+            raise self._missing(at, CALLS[call], error) from error
+        if any(own[1] for own in table):
+            self.settled = True
+            story = None if failure is None or isinstance(failure, RankError) else self._story(failure)
+            stories = gather_objects(self._group, story, size)
+            first = next((one for one in stories if one is not None), None)
+            if failure is None:
+                raise other(first) if call != FINISH else other(first, UPDATED)
+            return table
+        odd = next((n for n, own in enumerate(table) if own[0] != call), None)
+        if odd is not None:
+            self.broken = True
+            rank = self._ranks[odd]
+            raise RankError(
+                f"rank {dist.get_rank()} is at {CALLS[call]}, rank {rank} at {CALLS[int(table[odd][0])]}; all ranks "
+                "make the same calls", rank,
+            )
+        return table
+
+    def _story(self, failure: BaseException) -> tuple[int, str]:
+        where = "; ".join(str(text).removeprefix("pipec: ") for text in getattr(failure, "__notes__", []))
+        rank = dist.get_rank()
+        return rank, f"rank {rank} failed: {told(failure)}" + (f" ({where})" if where else "")
+
+    def lost(self, device: int, what: str, error: BaseException) -> RankError:
+        """The error about a device of this replica that has ended or does not answer."""
+        return self._missing(self._devices[device], f"{what}", error)
+
+    def _missing(self, rank: int, what: str, error: BaseException) -> RankError:
+        everyone = self._ranks
+        late = "imed out" in str(error)
+
+        def tell() -> str:
+            verb = f"has not answered for {self._timeout:g} s" if late else "has ended"
+            lines = [f"rank {rank} {verb}" if rank >= 0 else "a rank has ended or does not answer"]
+            lines[0] += f"; this rank waits for {what}"
+            for number, one in enumerate(everyone):
+                if late or one == rank:
+                    lines.append(f"  rank {one} stands at {self._stand(number)}")
+            return "\n".join(lines)
+
+        first, text = self._watch.culprit(rank, tell)
+        if first in everyone and not late:
+            self._watch.forget(everyone.index(first))
+        return RankError(text, first)
+
+    def _stand(self, number: int) -> str:
+        note = self._watch.where(number)
+        if note is None:
+            return "an unknown task"
+        call, task, microbatches = note
+        plan = self.at
+        if task < 0 or task >= len(plan) or plan.microbatches != abs(microbatches):
+            return f"no task (call {call})"
+        row = plan.table.task(task)
+        op = Op(task, row.kind, row.stage, row.microbatch, row.device)
+        return f"{describe(plan.graph, op)} (call {call})"
