@@ -29,6 +29,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     made: dict[str, Any] = {"format": FORMAT} | {name: getattr(plan, name) for name in PLAIN}
     if plan.asynchronous:
         made |= {name: getattr(plan, name) for name in ASYNCHRONOUS}
+    if plan.data_parallel > 1:
+        made["data_parallel"] = plan.data_parallel
     made["graph"] = asdict(plan.graph)
     made["chunks"] = [asdict(chunk) for chunk in plan.chunks]
     made["table"] = {name: getattr(plan.table, name).tolist() for name in TABLE_COLUMNS}

@@ -51,7 +51,7 @@ def traffic(plan: Plan, program: Program, me: int) -> Traffic:
         for op in row:
             if op.kind is Kind.COPY and me in op.route:
                 source, target = op.route
-                message = Message(op, int(plan.table.value[op.task]), bool(plan.table.gradient[op.task]), plan.graph)
+                message = Message(op, int(plan.table.value[op.task]), int(plan.table.gradient[op.task]), plan.graph)
                 if me == target:
                     made.incoming.setdefault(source, []).append(message)
                 else:

@@ -43,7 +43,7 @@ EXPECTED, FOLLOWING = 0, 1  # tags of a message's expected content, and of what 
 SAME, CHANGED, FAILED = 0, 1, 2
 
 Lost = Callable[[int, str, BaseException], RankError]  # peer, what it owes, what the connection said
-Key = tuple[int, int, int, bool, int]  # from, to, value, gradient, rows of the microbatch
+Key = tuple[int, int, int, int, int]  # from, to, value, gradient, rows of the microbatch
 
 
 @frozen(eq=False)
@@ -52,7 +52,7 @@ class Message:
 
     op: Op
     value: int
-    gradient: bool
+    gradient: int
     graph: Graph
 
     @property
