@@ -70,7 +70,7 @@ def test_with_stages_keeps_the_others() -> None:
             lambda: pipec.Costs(stages={"a": {"forwards": 1}}),
             "costs of stage 'a': unknown forwards; known are forward, backward_input, backward_weight, "
             "recompute, update, "
-            "activation_bytes, output_bytes, weight_bytes, weight_activation_bytes, reduce",
+            "activation_bytes, output_bytes, weight_bytes, weight_activation_bytes, carry_bytes, reduce",
         ),
         (
             lambda: pipec.Costs(stages={"a": {"forward": -2}}),
