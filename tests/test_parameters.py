@@ -171,6 +171,59 @@ def test_a_post_accumulate_hook_runs_once_when_the_step_has_its_gradient(blocks_
     assert equal(gradients(mine), gradients(theirs))
 
 
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+def test_an_optimizer_in_the_backward_trains_as_in_the_reference(backend: str) -> None:
+    """One optimizer per parameter, stepped by its hook: once a step, on the whole gradient, in one order."""
+    mine = net(*blocks())
+    theirs = copy.deepcopy(mine)
+    calls: dict[bool, list[int]] = {True: [], False: []}
+
+    def equip(made: pipec.Pipeline, own: bool) -> None:
+        for number, parameter in enumerate(made_parameters(made)):
+            optimizer = torch.optim.Adam([parameter], lr=0.01)
+
+            def hook(_: torch.Tensor, number: int = number, optimizer: Any = optimizer) -> None:
+                calls[own].append(number)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    equip(mine, True)
+    equip(theirs, False)
+    loop = pipec.reference(theirs, 4)
+    with pipec.Runner(mine, pipec.compile(mine, 2, 4), backend=backend) as run:
+        for _ in range(3):
+            run.step(**batch())
+            loop.step(**batch())
+    assert calls[True] == calls[False]
+    assert len(calls[True]) == 3 * len(made_parameters(mine))
+    assert equal([p.detach() for p in made_parameters(mine)], [p.detach() for p in made_parameters(theirs)])
+    assert set(gradients(mine)) == {None}
+
+
+def made_parameters(made: pipec.Pipeline) -> list[torch.Tensor]:
+    return [p for stage in made.spec.stages for p in stage.fn.parameters()]  # type: ignore[union-attr]
+
+
+def test_a_failing_post_accumulate_hook_says_what_it_is() -> None:
+    made = net(*blocks())
+    parameter = made_parameters(made)[0]
+
+    def hook(_: torch.Tensor) -> None:
+        raise LookupError("no optimizer")
+
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    with pipec.Runner(made, pipec.compile(made, 2, 4)) as run:
+        with pytest.raises(LookupError) as caught:
+            run.step(**batch())
+        told = f"in a post-accumulate hook of a parameter of shape {tuple(parameter.shape)}, after the backwards"
+        assert told in caught.value.__notes__[0]
+        assert set(gradients(made)) == {None}
+        handle.remove()
+        run.step(**batch())
+
+
 def test_module_hooks_run_for_every_microbatch() -> None:
     first, second = blocks()
     made = net(first, second)

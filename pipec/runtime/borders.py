@@ -98,6 +98,16 @@ def version(packet: Any) -> int:
     return 0
 
 
+def differs(one: Any, other: Any) -> bool:
+    """Whether two packets of one layout hold other numbers; NaN equals NaN."""
+    if isinstance(one, Packed):
+        return any(differs(a, b) for a, b in zip(one.leaves, other.leaves, strict=True))
+    if not isinstance(one, Tensor) or one.layout is not torch.strided:
+        return False
+    unequal = (one != other) & ((one == one) | (other == other))
+    return bool(unequal.any())
+
+
 def private(packet: Any) -> Any:
     """The packet with a copy of every tensor, for a stage that writes into what it reads.
 

@@ -165,7 +165,7 @@ class Device:
                 for loss in stage.losses
             ]
         if stage.learning or versions != [version(packet) for packet in packets]:
-            stage.check_writes(packets, versions)
+            stage.check_writes(packets, versions, out)
         return leaves, out, carry, losses
 
     def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, carry: Any, losses: list[Any]) -> None:

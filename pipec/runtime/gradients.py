@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipec.runtime.failure import note
+
 
 class Accumulator:
     """The gradients of one stage's parameters over the microbatches of a step.
@@ -133,7 +135,12 @@ def hooks_of(parameter: Tensor) -> list[Any]:
 
 
 def run_hooks(parameters: Iterable[Tensor]) -> None:
-    """Call every post-accumulate hook."""
+    """Call every post-accumulate hook. What one raises gets a note, as it belongs to no task."""
     for parameter in parameters:
         for hook in hooks_of(parameter):
-            hook(parameter)
+            try:
+                hook(parameter)
+            except BaseException as error:
+                told = f"a post-accumulate hook of a parameter of shape {tuple(parameter.shape)}"
+                note(error, f"pipec: raised in {told}, after the backwards")
+                raise

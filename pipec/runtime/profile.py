@@ -120,7 +120,7 @@ def _sizes(stage: Stage, read: list[Any]) -> tuple[Any, StageCosts, list[int]]:
     hooks = _Saved(known | _storages(values))
     with hooks:
         out, carry, losses = _run(stage, values)
-    stage.check_writes(packets, versions)
+    stage.check_writes(packets, versions, out)
     given = [_storages(select(out, path)) for _, path in stage.gives]
     kept = [sum(hooks.storages.pop(storage, 0) for storage in own) for own in given]
     saved = sum(hooks.storages.values())
@@ -142,7 +142,7 @@ def _time(stage: Stage, read: list[Any], whole: bool) -> tuple[float, float]:
     begin = time.perf_counter()
     out, _, losses = _run(stage, values)
     forward = time.perf_counter() - begin
-    stage.check_writes(packets, versions)
+    stage.check_writes(packets, versions, out)
     wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
     wanted += stage.trainable() if whole else []
     return forward * 1e3, _backward(stage, out, losses, wanted) * 1e3 if wanted else 0.0

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipec.ir import Kind
+from pipec.runtime.aliases import check_aliases
 from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.borders import add, collect, edges, pack, version
 from pipec.runtime.gradients import run_hooks, shared_parameters
@@ -61,6 +62,7 @@ class Reference:
             own_pieces = range(first, first + slices)
             carried: dict[int, Any] = {}  # per stage what it hands on, from slice to slice
             graphs = [self._forward(batch, packets, piece, outputs, losses, carried) for piece in own_pieces]
+            check_aliases(self.stages, self.spec)
             back: dict[int, Any] = {}  # per stage the gradient of that
             for stage, own, gradients in (
                 made for piece in reversed(own_pieces)
@@ -83,7 +85,7 @@ class Reference:
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         check_means(self.stages)
-        run_hooks(touched.values())
+        run_hooks({id(p): p for own in trained for p in own if id(p) in touched}.values())  # stage by stage, once each
         backward_inputs(batch, to_inputs)
         self._position = self._position.advanced()
         return joined_result(batch, outputs, losses)
@@ -101,7 +103,7 @@ class Reference:
             with self._random.task(stage.index, m, Purpose.FORWARD):
                 out, carry = stage.run(arguments)
                 own_losses = [stage.run_loss(loss, arguments, out) for loss in stage.losses]
-            stage.check_writes(read, versions)
+            stage.check_writes(read, versions, out)
             if self.probe is not None:
                 self.probe(Kind.FORWARD, stage.index, m, [out, *[carry] * stage.carry, own_losses])
             for port, path in stage.gives:

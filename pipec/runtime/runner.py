@@ -14,6 +14,7 @@ from pipec.compiler import forward_plan, with_microbatches
 from pipec.errors import RunError
 from pipec.ir import Kind, Plan
 from pipec.runtime import names
+from pipec.runtime.aliases import check_aliases
 from pipec.runtime.alone import Alone, party
 from pipec.runtime.asynchronous.overlapping import Overlapping
 from pipec.runtime.asynchronous.weights import StageWeights
@@ -189,6 +190,7 @@ class Runner(Overlapping, Stateful):
                     self._run(devices, program.ops, channels, step)
                 undo.check_shared_buffers()
                 check_means(self.stages)
+                check_aliases(self.stages, self.spec)
 
             def updates() -> None:
                 party.reduced()
@@ -279,6 +281,7 @@ class Runner(Overlapping, Stateful):
                     self._run(devices, program.ops, channels, step)
                     undo.check_shared_buffers()
                     check_means(self.stages)
+                    check_aliases(self.stages, self.spec)
 
                 return party.settle(step, channels, tasks)
         finally:

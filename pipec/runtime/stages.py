@@ -13,7 +13,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from pipec.errors import RunError
 from pipec.lazy import Lazy
-from pipec.runtime.borders import anchored, own, private, unpack, version
+from pipec.runtime.aliases import Aliases
+from pipec.runtime.borders import anchored, differs, own, private, unpack, version
 from pipec.runtime.borrowed import modules_of
 from pipec.runtime.buffers import BufferKeeper
 from pipec.runtime.means import EvenMean, check_later, weighs_evenly
@@ -124,6 +125,8 @@ class Stage:
         self._written: set[int] = set()  # what the stage writes into, as seen in the first run of each mode
         self._learned: set[bool | None] = set()
         self.learning = True
+        self._before: list[Any] = []  # what it read, where writes are found by comparing
+        self.aliases = Aliases()
         self.searched = False  # whether its graph was looked through for tensors that it does not own
         self.anchor: Tensor | None = None  # of graphs whose backward is split, see borders.Anchored
         self.put_off: dict[str, list[Tensor]] = {}  # per loss what is looked at when the step has run
@@ -156,10 +159,11 @@ class Stage:
 
         Values are shared with other readers. A stage that writes into one gets a copy of its own, which takes the
         place of the packet in ``packets``. Which ones it writes into is seen in its first run in each of train and
-        eval mode, on copies of all.
+        eval mode, on copies of all. Inference mode counts no writes, so there nothing is learned and all is copied.
         """
         mode = self.module.training if self.module is not None else None
         self.learning = mode not in self._learned
+        self._before = list(packets) if self.learning and torch.is_inference_mode_enabled() else []
         written = self._everything if self.learning else self._written
         anchor = self.anchor if torch.is_grad_enabled() else None
         values, leaves = [], []
@@ -173,22 +177,32 @@ class Stage:
             leaves.append(wanted)
         return values, leaves
 
-    def check_writes(self, packets: list[Any], versions: list[int]) -> None:
-        """Learn from the first run which values the stage writes into.
+    def forget(self) -> None:
+        """Forget what was learned about writes."""
+        self._written, self.aliases = set(), Aliases()
+        self._learned.clear()
+
+    def check_writes(self, packets: list[Any], versions: list[int], out: Any) -> None:
+        """Learn from the first run, which gave ``out``, which values the stage writes into.
 
         Raises:
             RunError: it wrote into a value that a later stage or the caller sees too, or into a shared one that it
                 had left alone before.
         """
         found = {place for place, packet in enumerate(packets) if version(packet) != versions[place]}
+        unseen, self._before = self._before, []
+        found |= {place for place, packet in enumerate(unseen) if differs(packet, packets[place])}
         for place in sorted(found):
             if self._contested[place] is not None:
                 raise RunError(
                     f"stage {self.name!r} writes in place into {self._sources[place]!r}, which "
                     f"{self._contested[place]}: in which state is not clear; clone it in the stage before writing"
                 )
+        if unseen:
+            return
         if self.learning:
             self._written = self._written | found
+            self.aliases.learn(self, packets, out)
             self._learned.add(self.module.training if self.module is not None else None)
         elif not found <= self._written:
             names = ", ".join(repr(self._sources[place]) for place in sorted(found - self._written))

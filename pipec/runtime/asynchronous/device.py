@@ -121,7 +121,7 @@ class OverlappedDevice(Device):
             out, carry = stage.run(values)
             losses = [stage.run_loss(loss, values, out) for loss in stage.losses]
         if stage.learning or versions != [version(packet) for packet in packets]:
-            stage.check_writes(packets, versions)
+            stage.check_writes(packets, versions, out)
         if following is not None:
             roots = [edges(stage.take(out, path)) for _, path in stage.gives]
             roots += [edges(value) for value in losses]
