@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipec.errors import Problem, RunError, raise_all
 from pipec.ir import Plan
+from pipec.runtime.randomness import DeviceGenerator, generator_of
 from pipec.runtime.stages import Stage, named_leaves
 
 
@@ -101,6 +102,15 @@ def place_stages(stages: Sequence[Stage], where: Sequence[torch.device]) -> None
                 leaf.data = leaf.data.to(device)
                 if leaf.grad is not None:
                     leaf.grad = leaf.grad.to(device)
+
+
+def generators_of(stages: Sequence[Stage]) -> dict[int, DeviceGenerator]:
+    """By stage the generator of the GPU that its tensors are on; a stage without tensors is where the others are."""
+    found = {stage.index: tensor.device for stage in stages for _, tensor in _tensors(stage)[:1]}
+    gpus = [device for device in found.values() if device.type not in ("cpu", "meta")]
+    if not gpus:
+        return {}
+    return {stage.index: generator_of(found.get(stage.index, gpus[0])) for stage in stages}
 
 
 def _tensors(stage: Stage) -> list[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ from pipec.runtime.aliases import check_aliases
 from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.borders import add, collect, edges, pack, version
 from pipec.runtime.gradients import run_hooks, shared_parameters
+from pipec.runtime.placement import generators_of
 from pipec.runtime.randomness import Position, Purpose, Randomness, Streams
 from pipec.runtime.result import Result
 from pipec.runtime.stages import bind, check_means
@@ -49,7 +50,9 @@ class Reference:
     def _step(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Result:
         batch = Batch(self.spec, args, inputs, self.microbatches, slices=self.slices)
         packets = batch.packets()
-        self._random = Randomness(self._streams, self._position.pinned())
+        self._random = Randomness(
+            self._streams, self._position.pinned(), generators=generators_of(self.stages)
+        )
         outputs: list[list[Any]] = [[] for _ in self.spec.outputs]
         losses: list[list[Any]] = [[] for _ in self.spec.losses]
         trained = [stage.trainable() for stage in self.stages]

@@ -1,0 +1,129 @@
+"""The GPU checks' own logic: the same functions on the CPU's lanes, the table, and the exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import kept_streams
+
+from pipec.errors import RaceError
+from pipec.runtime.borders import Packed
+from pipec.runtime.lanes import CopyingChannels
+
+__all__ = ["kept_streams"]
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of the checks; ``models`` there is another one than the tests'."""
+    own = {name: sys.modules.pop(name) for name in ("models",) if name in sys.modules}
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_check
+
+    yield gpu_check
+    for name in ("models", "gpu_check", "gpu_checks", "gpu_models"):
+        sys.modules.pop(name, None)
+    sys.modules.update(own)
+    gpu_check.deterministic(False)
+
+
+@pytest.fixture
+def target(checks: Any) -> Any:
+    return checks.Target(torch.device("cpu"))
+
+
+def test_equality_on_lanes(checks: Any, target: Any) -> None:
+    rows = checks.gpu_checks.equality(target, (1, 2, 4), ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b"), 4, steps=1)
+    assert [row.ok for row in rows] == [True] * 3
+    assert rows[1].measured == "8 of 8 plans"
+
+
+def test_equality_fails_where_a_bit_differs(
+    checks: Any, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(self: Any, route: Any, slot: int, payload: Any) -> None:
+        if isinstance(payload, torch.Tensor) and not isinstance(payload, Packed):
+            payload = (payload * (1 + 1e-6)).detach().requires_grad_(payload.requires_grad)
+        right(self, route, slot, payload)
+
+    right = CopyingChannels.send
+    monkeypatch.setattr(CopyingChannels, "send", send)
+    (row,) = checks.gpu_checks.equality(target, (2,), ("gpipe",), 2, steps=1)
+    assert row.ok is False
+    assert row.measured.startswith("0 of 2 plans, wrong: gpipe (recompute never), gpipe (recompute always)")
+
+
+def test_precision_and_stress_on_lanes(checks: Any, target: Any) -> None:
+    rows = checks.gpu_checks.precision(target, steps=2)
+    rows += checks.gpu_checks.stress(target, steps=3, mebibytes=0.05)
+    assert [row.ok for row in rows] == [True] * 3, rows
+    assert rows[2].measured == "0 of 3 losses differ, gradients equal"
+
+
+def test_speed_memory_overlap_and_peers_give_rows(checks: Any, target: Any) -> None:
+    from models import transformer
+
+    small = {"Transformer": lambda: transformer(4, 4, 16, 4)}
+    rows = checks.gpu_checks.speed(target, small, rounds=1)
+    assert [row.name for row in rows] == [
+        "Transformer, plain training", "Transformer, 1 logical device", "Transformer, 4 logical devices",
+    ]
+    assert [row.goal for row in rows] == ["", "+3%", "+8%"]
+    assert "predicted" in checks.gpu_checks.memory(target)[0].measured
+    assert checks.gpu_checks.overlap(target)[0].ok is None
+    rows = checks.gpu_checks.peers(target, rounds=1)
+    assert [row.ok for row in rows] == [None, None]
+    assert "does not run here" in rows[0].measured
+    assert rows[1].measured.endswith(" ms"), rows[1]
+
+
+def test_overlap_of_spans(checks: Any) -> None:
+    overlapping = checks.gpu_checks.overlapping
+    assert overlapping([(0, 10)], [(0, 3), (2, 4), (9, 20)]) == 0.5
+    assert overlapping([(0, 2), (4, 6)], [(5, 9)]) == 0.25
+    assert overlapping([(0, 2)], []) == overlapping([], [(0, 2)]) == 0.0
+
+
+def test_the_table_the_exit_code_and_a_check_that_raises(checks: Any, target: Any) -> None:
+    said: list[str] = []
+    row = checks.Row
+
+    def broken(target: Any) -> Any:
+        raise RaceError("lost a wait\nand more")
+
+    passing = {"one": lambda target: [row("one", "1", "1", True), row("two", "for information")]}
+    assert checks.run_checks(target, passing, said.append) == 0
+    assert said[0].splitlines()[1:] == ["one    1                1     ok", "two    for information"]
+    assert said[1].strip() == "0 of 1 checks fail"
+    said.clear()
+    assert checks.run_checks(target, {**passing, "three": broken}, said.append) == 1
+    assert said[0].splitlines()[-1].split() == ["three", "RaceError:", "lost", "a", "wait", "runs", "FAILS"]
+    assert said[1].strip() == "1 of 2 checks fail: three"
+
+
+def test_a_check_that_fails_gives_exit_code_one(checks: Any, target: Any) -> None:
+    assert checks.run_checks(target, {"x": lambda t: [checks.Row("x", "2", "1", False)]}, lambda text: None) == 1
+
+
+def test_the_script_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    """From another folder, without pipec installed, with an environment of its own."""
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [str(BENCHMARKS / "gpu_check.sh")], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100,
+        check=False,
+    )
+    assert done.returncode == 77, done.stderr
+    assert done.stdout.startswith("gpu_check: torch finds no GPU here, so nothing was checked")
+    done = subprocess.run(
+        [str(BENCHMARKS / "gpu_check.sh"), "--only", "nonsense"], capture_output=True, text=True, env=environment,
+        timeout=100, check=False,
+    )
+    assert done.returncode == 2
