@@ -9,69 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import CHAIN, SCRIPT, fails, run, script
 
 import pipec
 from pipec.cli import COMMANDS, main
 from pipec.schedules import SCHEDULES
-
-SCRIPT = """
-import pipec
-
-print("loading")
-unet = pipec.Pipeline("unet")
-a = unet.stage("enc", None, unet.input("x"))
-b = unet.stage("mid", None, a)
-unet.loss("loss", None, unet.stage("dec", None, b, pipec.skip(a)))
-spec = unet.spec
-plan = pipec.compile(unet, 3, 2)
-
-
-def make():
-    return pipec.chain(4, "made")
-
-
-class Holder:
-    inner = unet
-
-
-def broken():
-    raise KeyError("oops")
-
-
-number = 3
-if __name__ == "__main__":
-    raise SystemExit("training")
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "net.py"
-    path.write_text(SCRIPT, encoding="utf-8")
-    return path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
-    try:
-        code = main(arguments)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def fails(capsys: pytest.CaptureFixture[str], code: int, message: str, *arguments: str, lines: int = 1) -> None:
-    got, out, err = run(capsys, *arguments)
-    assert (got, out) == (code, "")
-    assert message in err
-    assert err.count("\n") == lines
-    assert err.startswith("pipec")
-    assert "Traceback" not in err
-
-
-CHAIN = ("--stages", "4", "--devices", "2", "--microbatches", "3")
 
 
 def test_plan_prints_what_str_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,96 +120,6 @@ def test_devices_may_come_from_the_stages(capsys: pytest.CaptureFixture[str], tm
         encoding="utf-8",
     )
     assert "devices=2" in run(capsys, "plan", str(tmp_path / "own.py"))[1]
-
-
-def test_compare_tells_every_schedule_and_why_one_cannot_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(
-        capsys, "compare", "--stages", "8", "--devices", "4", "--microbatches", "8", "--memory-limit", "4activations"
-    )
-    assert (code, err) == (0, "")
-    rows = {line.split()[0]: line for line in out.splitlines()[3:]}
-    assert list(rows) == list(SCHEDULES)
-    timeline = pipec.compile(pipec.chain(8), 4, 8, "1f1b").simulate()
-    assert rows["1f1b"].split() == ["1f1b", f"{timeline.makespan:g}", "18", "27.3%", "4", "48"]
-    assert rows["gpipe"].startswith("gpipe")
-    assert "- memory: device 0 holds 8 activations at its peak; the limit is 4 (and 3 more)" in rows["gpipe"]
-
-
-def test_compare_of_some_schedules_with_json_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "all.svg"
-    code, out, err = run(capsys, "compare", *CHAIN, "--schedule", "gpipe, 1f1b", "--json", "-o", str(picture))
-    assert code == 0
-    assert [row["name"] for row in json.loads(out)] == ["gpipe", "1f1b"]
-    assert err == f"wrote {picture}\n"
-    svg = picture.read_text(encoding="utf-8").replace("&#45;", "-")
-    assert 'id="p0-task-0F0"' in svg
-    assert 'id="p1-task-0F0"' in svg
-    assert svg.count("panel-title") == 2
-
-
-def test_compare_of_saved_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name, schedule in (("one", "gpipe"), ("two", "1f1b")):
-        pipec.compile(pipec.chain(2), 2, 4, schedule).save(tmp_path / f"{name}.json")
-    code, out, _ = run(capsys, "compare", str(tmp_path / "one.json"), str(tmp_path / "two.json"))
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[3:]] == ["one", "two"]
-    assert out.startswith("chain: 2 devices, 4 microbatches\n")
-    pipec.compile(pipec.chain(3), 3, 4).save(tmp_path / "three.json")
-    out = run(capsys, "compare", str(tmp_path / "one.json"), str(tmp_path / "three.json"))[1]
-    assert [line.split()[0] for line in out.splitlines()] == ["schedule", "one", "three"]
-
-
-def test_compare_where_nothing_serves(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "compare", *CHAIN, "--memory-limit", "0.1a")
-    assert code == 1
-    assert all(" - memory: " in line for line in out.splitlines()[1:])
-    assert err == "pipec compare: error: no schedule serves this pipeline with these options\n"
-
-
-def test_draw_writes_pictures(capsys: pytest.CaptureFixture[str], script: Path) -> None:
-    assert run(capsys, "draw", "net.py:unet", "--devices", "3")[:2] == (0, "wrote unet.svg\n")
-    assert "<svg" in Path("unet.svg").read_text(encoding="utf-8")
-    given = (
-        "draw",
-        "net.py:unet",
-        "--devices",
-        "3",
-        "-o",
-        "t.dot",
-        "--copies",
-        "--lanes",
-        "--no-critical",
-        "--show-devices",
-        "0-1",
-        "--show-microbatches",
-        "0,2",
-        "--memory",
-        "no",
-        "--width",
-        "400",
-    )
-    assert run(capsys, *given)[0] == 0
-    plan = pipec.compile(_unet(), 3, 6)
-    expected = pipec.draw(
-        plan, copies=True, lanes=True, critical=False, devices=[0, 1], microbatches=[0, 2], memory=False, width=400.0
-    )
-    assert Path("t.dot").read_text(encoding="utf-8") == expected.dot
-    assert run(capsys, "draw", "net.py:unet", "--graph", "stages", "-o", "s.dot")[0] == 0
-    assert "cluster" not in Path("s.dot").read_text(encoding="utf-8")
-    assert run(capsys, "draw", "net.py:unet", "--graph", "stages", "--devices", "3", "-o", "s.dot")[0] == 0
-    assert "cluster_2" in Path("s.dot").read_text(encoding="utf-8")
-    assert run(capsys, "draw", "net.py:plan", "--graph", "tasks", "-o", "k.dot")[0] == 0
-    assert 'id="task-2B1"' in Path("k.dot").read_text(encoding="utf-8")
-    assert run(capsys, "draw", "net.py:plan", "--time", "0:3", "-o", "w.dot")[0] == 0
-    assert "window: time 0 to 3" in Path("w.dot").read_text(encoding="utf-8")
-
-
-def _unet() -> pipec.Pipeline:
-    space: dict[str, object] = {"__name__": "net"}
-    exec(SCRIPT.replace('print("loading")', ""), space)  # the same script, without the command line
-    made = space["unet"]
-    assert isinstance(made, pipec.Pipeline)
-    return made
 
 
 def test_schedules_lists_all_with_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,6 +236,8 @@ def test_a_schedule_of_a_script(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     rows = json.loads(out)
     assert [row["name"] for row in rows] == [f"{path}:mine", "gpipe"]
     assert rows[0]["makespan"] == rows[1]["makespan"]
+
+__all__ = ["script"]
 
 
 def test_modes_with_either_dash(capsys: pytest.CaptureFixture[str]) -> None:
