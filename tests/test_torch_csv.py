@@ -115,6 +115,19 @@ def test_what_pytorch_writes_is_compiled(name: str, tmp_path) -> None:
     assert plan.to_torch_csv().splitlines() == theirs
 
 
+@pytest.mark.parametrize("schedule", REGISTRY)
+def test_pytorch_takes_every_exported_schedule(schedule: str, tmp_path) -> None:
+    """It checks the order and adds its sends and receives; every one of pipec's copies has a send there."""
+    plan = pipec.compile(pipec.chain(6), 3, 6, schedule)
+    plan.to_torch_csv(tmp_path / "mine.csv")
+    stages = [SimpleNamespace(stage_index=0, num_stages=len(plan.chunks), group_size=3, group_rank=0, is_last=False)]
+    runtime = torch_schedules._PipelineScheduleRuntime(stages, 6, loss_fn=lambda *_: None)
+    runtime._load_csv(str(tmp_path / "mine.csv"))
+    assert runtime.stage_index_to_group_rank == {chunk.index: chunk.device for chunk in plan.chunks}
+    words = [str(action) for row in runtime.pipeline_order_with_comms.values() for action in row]
+    assert sum("SEND_" in word for word in words) == sum("RECV_" in word for word in words) == plan.simulate().copies
+
+
 # What cannot be exported.
 
 
