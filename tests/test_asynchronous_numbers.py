@@ -97,6 +97,7 @@ def state(modules: list[nn.Module]) -> list[Tensor]:
 def check(model: str, schedule: Any, microbatches: int, optimizer: str, **how: Any) -> None:
     """Threads and replay are bit-equal to plain autograd on copies of every version."""
     recompute = how.pop("recompute", "never")
+    how["recompute"] = how.pop("recompute_weights", None)
     given = batches(7, rows=2 * microbatches + 1)
     modules = made(model)
     expected = Replay(modules, OPTIMIZERS[optimizer], **how)
@@ -248,3 +249,46 @@ def test_nesterov_look_ahead(stash: bool) -> None:
     expected.run(plan, given)
     assert same(losses, expected.losses)
     assert same(state(mine), state(expected.modules))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("inflight", ["full", "1f1b"])
+def test_recompute_by_segments(inflight: str, size: int) -> None:
+    schedule = pipec.PipeMare(inflight, correction=None, segments=size)
+    check("mlp", schedule, 2, "momentum", byhand=True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_recompute_by_segments_of_other_modules(model: str) -> None:
+    check(model, pipec.PipeMare(correction=None, segments=2), 3, "adam", mixed=True)
+
+
+@pytest.mark.parametrize("placement", ["looped", "v", [0, 1, 0, 1]])
+@pytest.mark.parametrize("schedule", [pipec.PipeDream(), pipec.PipeMare(correction=None, segments=2)])
+def test_several_chunks_a_device_are_flushed_after_any_number_of_minibatches(schedule: Any, placement: Any) -> None:
+    for count in (1, 2, 3, 6):
+        given, modules = batches(count), made("mlp")
+        expected = Replay(modules, OPTIMIZERS["momentum"], byhand=True)
+        net = chain(modules)
+        plan = pipec.compile(net, 2, 2, schedule, placement=placement, update="stage")
+        expected.run(plan, given)
+        with pipec.Runner(net, plan, optimizer=OPTIMIZERS["momentum"], backend="replay") as run:
+            results = [run.step(**batch) for batch in given] + [run.flush()]
+        losses = [loss for result in results for loss in result.microbatch_losses.get("loss", ())]
+        assert same(losses, expected.losses)
+        assert same(state(modules), state(expected.modules))
+
+
+@pytest.mark.parametrize(("microbatches", "size"), [(1, 2), (3, 2), (2, 4)])
+def test_recompute_by_segments_is_corrected_for_its_own_delay(microbatches: int, size: int) -> None:
+    own = corrected(full(microbatches), 0.135)
+
+    def recompute(run: Replay, stage: int, version: int, _: int) -> list[Tensor]:
+        end = min(stage // size * size + size, 4) - 1
+        factor = full(microbatches)(stage) - (2 * (end - stage) + 1) / microbatches
+        weights, deltas = run.versions[stage][version], run.deltas.get(stage)
+        if deltas is None or factor == 0:
+            return weights
+        return [torch.sub(w, d, alpha=factor) for w, d in zip(weights, deltas, strict=True)]
+
+    check("mlp", pipec.PipeMare(segments=size), microbatches, "sgd", byhand=True, recompute_weights=recompute, **own)

@@ -12,6 +12,7 @@ import numpy as np
 from attrs import frozen
 
 from pipec.ir import Buffer, Kind, Lane, Plan
+from pipec.segments import Again, recomputed_values
 
 Slot = int
 Route = tuple[int, int]  # source device, target device
@@ -149,7 +150,8 @@ def instructions(plan: Plan, slots: Sequence[Slots]) -> list[Op]:
             frees[device, free].append(slot)
         if kind == Buffer.ACTIVATION:
             tapes[writer] = slot
-    made = [_op(plan, task, slots) for task in range(len(plan.table))]
+    again = recomputed_values(plan.graph, plan.recompute)
+    made = [_op(plan, task, slots, again) for task in range(len(plan.table))]
     for op in made:
         if op.kind in (Kind.FORWARD, Kind.RECOMPUTE):
             op.tape = tapes.get(op.task, -1)
@@ -175,7 +177,7 @@ def _places(plan: Plan, made: list[Op]) -> dict[int, int]:
     return place
 
 
-def _op(plan: Plan, task: int, slots: Sequence[Slots]) -> Op:
+def _op(plan: Plan, task: int, slots: Sequence[Slots], again: Again) -> Op:
     table, graph = plan.table, plan.graph
     kind, stage, m, device = (
         Kind(table.kind[task]), int(table.stage[task]), int(table.microbatch[task]), int(table.device[task])
@@ -194,6 +196,12 @@ def _op(plan: Plan, task: int, slots: Sequence[Slots]) -> Op:
     if kind in (Kind.FORWARD, Kind.RECOMPUTE):
         op.reads = tuple(own.find(Buffer.VALUE, value, piece) for value in info.reads)
         op.gives = tuple(own.find(Buffer.VALUE, value, piece) for value in info.gives)
+        if kind is Kind.RECOMPUTE:
+            op.reads = tuple(
+                own.find(Buffer.RECOMPUTED if stage in again.get(value, ()) else Buffer.VALUE, value, piece)
+                for value in info.reads
+            )
+            op.gives = tuple(own.find(Buffer.RECOMPUTED, value, piece) for value in info.gives)
         if info.carry:
             op.reads += (own.find(Buffer.CARRY, stage, piece - 1) if op.slice else own.nothing(),)
             op.carry = own.find(Buffer.CARRY, stage, piece)

@@ -14,7 +14,7 @@ from pipec.runtime.asynchronous.program import Reading
 from pipec.runtime.asynchronous.recognise import Following, check_saved
 from pipec.runtime.asynchronous.saved import Saved, outer_hooks
 from pipec.runtime.asynchronous.weights import Leaves, StageWeights
-from pipec.runtime.borders import edges, version
+from pipec.runtime.borders import edges, pack, version
 from pipec.runtime.engine import gradients
 from pipec.runtime.executor import HANDLERS, Device, Tape, _flat, _shaped
 from pipec.runtime.program import Op
@@ -138,6 +138,10 @@ class OverlappedDevice(Device):
             check_standing_in(stage, self.step.weights[op.stage], [tape.edges, tape.losses])
             self.step.stood_in.add(op.stage)
         self.store[op.tape] = WeightTape(tape, own, self._saved)
+        if op.kind is Kind.RECOMPUTE:  # what the next stage of its segment recomputes from
+            for slot, (_, path) in zip(op.gives, stage.gives, strict=True):
+                if slot >= 0:
+                    self.store[slot] = pack(stage.take(out, path))
 
     def backward(self, op: Op) -> None:
         """BACKWARD: vector-Jacobian products with the weights that the plan and its rule say."""

@@ -7,7 +7,8 @@ is alive moves N places on at once, and the same instructions fit again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from fractions import Fraction
 
 import numpy as np
@@ -102,8 +103,30 @@ class Steps:
             rows = self._periods.flush(minibatches)
             finished = [m for m, step in enumerate(_last_steps(self.plan, self._periods).tolist())
                         if m < minibatches * self.plan.minibatch and step >= minibatches]
-            self._flushes[minibatches] = _segment(self.plan, self._made, rows, finished, {})
+            made = dict(enumerate(self._made)) | self._received_in_flush(rows, self.segments[minibatches - 1].sent)
+            self._flushes[minibatches] = _segment(self.plan, made, rows, finished, {})
         return self._flushes[minibatches]
+
+    def _received_in_flush(self, rows: Rows, before: dict[Route, int]) -> dict[int, Op]:
+        """The tasks of a flush that wait for copies made in it: the plan counts copies of later minibatches too.
+
+        ``before``: hand-overs by route until the flush.
+        """
+        sent, place = dict(before), {}
+        for row in rows.tolist():
+            op = self._made[row]
+            if op.kind is Kind.COPY:
+                sent[op.route] += 1
+                place[row] = op.route, sent[op.route]
+        made = {}
+        for row in rows.tolist():
+            waits = self.plan.waits.of(row).tolist()
+            if any(need in place for need in waits):
+                made[row] = op = copy(self._made[row])
+                own = [place[need] for need in waits if need in place and place[need][0][1] == op.device]
+                earlier = [(route, count) for route, count in op.receives if count <= before[route]]
+                op.receives = (*earlier, *own)
+        return made
 
 
 def build_steps(plan: Plan) -> Steps:
@@ -139,7 +162,7 @@ def build_steps(plan: Plan) -> Steps:
 
 
 def _segment(
-    plan: Plan, ops: Sequence[Op], rows: Rows, finished: Sequence[int], sent: dict[Route, int]
+    plan: Plan, ops: Mapping[int, Op] | Sequence[Op], rows: Rows, finished: Sequence[int], sent: dict[Route, int]
 ) -> Segment:
     """``sent`` counts on over the segments of a plan."""
     lanes: list[list[Op]] = [[] for _ in range(plan.devices)]
