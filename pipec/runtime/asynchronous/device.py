@@ -75,7 +75,8 @@ class OverlappedDevice(Device):
                     run(op)
         finally:
             self._leaves = self._reading = self._saved = None
-        weights.drop(reading.drops)
+        if reading.drops:
+            weights.drop(reading.drops)
 
     def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, Any, list[Any]]:
         reading, leaves = self._reading, self._leaves
@@ -83,12 +84,12 @@ class OverlappedDevice(Device):
         assert leaves is not None
         if op.tape < 0 or not reading.hooked or (reading.exact and not leaves.live):
             return super()._call(stage, op, hooks)
-        known = self.step.known[op.stage]
-        mode = (stage.module is not None and stage.module.training, torch.is_autocast_enabled("cpu"),
-                torch.get_autocast_dtype("cpu"))
-        found = self._saving(stage, op, leaves, reading, follow=not known or not any(m == mode for m, _ in known))
+        mode = (stage.module is not None and stage.module.training,
+                torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+        known = self.step.known[op.stage].setdefault(mode, set())
+        found = self._saving(stage, op, leaves, reading, follow=not known)
         assert self._saved is not None
-        signature = mode, tuple(self._saved.signature)
+        signature = tuple(self._saved.signature)
         if signature not in known:
             if self._saved.seen is None:  # it saves other things than before: look at it again, then drop it
                 kept, marks = self._saved, stage.buffers.mark()
@@ -162,7 +163,8 @@ class OverlappedDevice(Device):
         if step.probe is not None:
             step.probe(Kind.BACKWARD, op.stage, op.microbatch, list(found))
         self._give_back(stage, op, _shaped(found, shape))
-        weights.drop(reading.drops)
+        if reading.drops:
+            weights.drop(reading.drops)
 
     def update(self, op: Op) -> None:
         """UPDATE: one step of the stage's optimizer, a new version of its weights."""

@@ -49,7 +49,7 @@ class Flow:
         self.window: Window | None = None
         self.fed = 0
         self.pending: list[Finished] = []
-        self._known: list[set[Any]] = [set() for _ in weights]
+        self._known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self._devices: list[OverlappedDevice] = []
         self._channels = Channels(self.steps.routes)
         self._shared: SharedBuffers | None = None

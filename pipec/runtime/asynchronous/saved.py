@@ -40,6 +40,7 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
         """``exact``: the backward reads the weights of this forward; ``outer``: the caller's own hooks."""
         super().__init__(self.pack, self.unpack)
         self.leaves, self.exact, self.outer, self.seen = leaves, exact, outer, seen
+        self.storages = leaves.storages
         self.casts = not exact and torch.is_autocast_enabled("cpu")
         self.signature: list[int] = []
         self.give: Callable[[int], Tensor] | None = None
@@ -48,7 +49,9 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
         """Called by autograd with each tensor that it saves."""
         if tensor.layout is not torch.strided:
             return tensor.detach(), None, None
-        index = self.leaves.find(tensor)
+        index = None
+        if tensor.untyped_storage().data_ptr() in self.storages:
+            index = self.leaves.find(tensor)
         if index is None and self.casts and tensor.requires_grad:
             cast = self.cast_of(tensor)
             if cast is not None:

@@ -65,6 +65,9 @@ def _end(tensor: Tensor) -> int:
 @torch.no_grad()
 def copy_of(tensor: Tensor) -> Tensor:
     """A copy with the same strides, so that views of the original can be taken of it."""
+    copy = tensor.detach().clone()
+    if copy.stride() == tensor.stride():
+        return copy
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 

@@ -80,7 +80,7 @@ class Window:
         self.flights: list[Flight | None] = [None] * plan.minibatches
         self.snapshots: dict[tuple[int, int], Any] = {}
         self.sums: dict[tuple[int, int], Accumulator] = {}
-        self.known: list[set[Any]] = [set() for _ in weights]
+        self.known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self.stood_in: set[int] = set()
         self.probe: Probe | None = None
         self.input_gradients: list[Any] = []
