@@ -44,7 +44,7 @@ class Flow:
         rescheduling: Rescheduling | None = None, delay: TruncatedExponential | None = None,
     ) -> None:
         self.spec, self.plan, self.weights, self.optimizers = spec, plan, weights, optimizers
-        self.steps = build_steps(plan)
+        self.steps = build_steps(plan, delay is not None)
         self.rescheduling, self.delay = rescheduling, delay
         self.window: Window | None = None
         self.fed = 0
@@ -134,6 +134,8 @@ class Flow:
             weights.stage.buffers.refresh()
             self.steps.half.check(weights, self.optimizers.get(weights.stage.index))
         check_gradients(self.weights)
+        for optimizer in self.optimizers.values():  # schedulers step before the first update is there; that is right
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         self._shared = SharedBuffers([weights.stage for weights in self.weights], True)
         self.window = Window(self.steps, self.spec, self.weights, self.optimizers, self._update, self.delay)
         self.window.known = self._known

@@ -129,8 +129,8 @@ class Steps:
         return made
 
 
-def build_steps(plan: Plan) -> Steps:
-    """Translate an asynchronous plan.
+def build_steps(plan: Plan, delayed: bool = False) -> Steps:
+    """Translate an asynchronous plan; ``delayed``: forwards may read older weights than it says.
 
     Raises:
         RunError: it has a task that asynchronous steps do not run, or no steady period.
@@ -157,7 +157,7 @@ def build_steps(plan: Plan) -> Steps:
     steady = segments[-1]
     period = {route: sum(op.kind is Kind.COPY and op.route == route for row in steady.ops for op in row)
               for route in sent}
-    return Steps(plan, half, delays, staleness, tuple(segments), _readings(plan, half), _keeps(plan),
+    return Steps(plan, half, delays, staleness, tuple(segments), _readings(plan, half, delayed), _keeps(plan),
                  tuple(own.size for own in slots), tuple(sorted(sent)), period, ops, made)
 
 
@@ -209,7 +209,7 @@ def _keeps(plan: Plan) -> frozenset[int]:
     return frozenset(plan.buffers.writer[own].tolist())
 
 
-def _readings(plan: Plan, half: Half) -> tuple[Reading | None, ...]:
+def _readings(plan: Plan, half: Half, delayed: bool) -> tuple[Reading | None, ...]:
     table, buffers = plan.table, plan.buffers
     drops: dict[int, list[int]] = defaultdict(list)
     for row in np.flatnonzero(buffers.kind == Buffer.WEIGHT).tolist():
@@ -233,7 +233,7 @@ def _readings(plan: Plan, half: Half) -> tuple[Reading | None, ...]:
             ahead = 0 if later is None else version[later] - version[task]
             made.append(Reading(version[task], ahead, drops=own))
             continue
-        exact = version[later] == version[task] and not half.makes(key[0])
+        exact = version[later] == version[task] and not half.makes(key[0]) and (half.follows or not delayed)
         live = version[task] == newest[task]
         hooked = not exact or (live and newest[later] > newest[task])
         made.append(Reading(version[task], version[later] - version[task], hooked, exact, own))

@@ -40,6 +40,11 @@ class Half:
     def __init__(self, rule: Any, delays: Sequence[Delays]) -> None:
         self.rule, self.delays = rule, delays
 
+    @property
+    def follows(self) -> bool:
+        """Whether a backward reads what its forward read, whatever that was."""
+        return self.rule.name in ("stash", "2bw") or bool(getattr(self.rule, "stash", False))
+
     def makes(self, stage: int) -> bool:
         """Whether backwards of the stage read weights that are no version."""
         return False
