@@ -168,7 +168,8 @@ def test_discrepancy_limits_the_step_and_correction_frees_it(correction: Any) ->
         weight = Loose()
         net = pipeline(weight, *(nn.Identity() for _ in range(10)))
         plan = pipec.compile(net, 11, 1, pipec.PipeMare(inflight="1f1b", correction=correction), update="stage")
-        make: Any = lambda params, lr=limit(10, 0, gamma) * factor: torch.optim.SGD(params, lr=lr)  # noqa: E731
+        rate = limit(10, 0, gamma) * factor
+        make: Any = lambda params, lr=rate: torch.optim.SGD(params, lr=lr)  # noqa: E731
         with pipec.Runner(net, plan, optimizer=make, backend="replay") as run:
             assert run.staleness["s0"] == 10
             assert spread(run, weight.w, 300) == grows, factor

@@ -118,7 +118,7 @@ class OverlappedDevice(Device):
         with step.random.task(op.stage, op.microbatch, Purpose.FORWARD), stage.buffers.watch, ExitStack() as stack:
             if following is not None:
                 stack.enter_context(following)
-            stack.enter_context(saved)
+            stack.enter_context(saved.hooks())
             out, carry = stage.run(values)
             losses = [stage.run_loss(loss, values, out) for loss in stage.losses]
         if stage.learning or versions != [version(packet) for packet in packets]:

@@ -27,8 +27,8 @@ VIEWS = {
 }
 
 
-class Saved(torch.autograd.graph.saved_tensors_hooks):
-    """The hooks of one forward, and what its backward reads.
+class Saved:
+    """What one forward saves, and what its backward reads. Apart from the hooks, which would make a cycle with it.
 
     Attributes:
         give: set before the backward: index of a parameter to the weights that the backward reads.
@@ -38,12 +38,15 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, leaves: Leaves, exact: bool, outer: Outer = None, seen: list[Tensor] | None = None) -> None:
         """``exact``: the backward reads the weights of this forward; ``outer``: the caller's own hooks."""
-        super().__init__(self.pack, self.unpack)
         self.leaves, self.exact, self.outer, self.seen = leaves, exact, outer, seen
         self.storages = leaves.storages
         self.casts = not exact and torch.is_autocast_enabled("cpu")
         self.signature: list[int] = []
         self.give: Callable[[int], Tensor] | None = None
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The context of the forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Any:
         """Called by autograd with each tensor that it saves."""
