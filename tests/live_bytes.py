@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pipec
-from pipec.runtime import runner as runner_module
+from pipec.runtime import alone as alone_module
 from pipec.runtime.borders import Packed, Parcel
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
@@ -91,8 +91,8 @@ def live_bytes(
         pass
 
     Copying.storages = storages
-    monkeypatch.setattr(runner_module, "Device", Watched)
-    monkeypatch.setattr(runner_module, "Channels", Copying)
+    monkeypatch.setattr(alone_module, "Device", Watched)
+    monkeypatch.setattr(alone_module, "Channels", Copying)
     run = pipec.Runner(net, plan, backend="replay")
     run.step(**data)
     for parameter in run.parameters():

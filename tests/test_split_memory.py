@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 import pipec
-from pipec.runtime import runner as runner_module
+from pipec.runtime import alone as alone_module
 from pipec.runtime.borders import anchored
 from pipec.runtime.executor import Device
 from pipec.runtime.split import input_half
@@ -56,7 +56,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
                 super().run([op])
                 look(op)
 
-    monkeypatch.setattr(runner_module, "Device", Watched)
+    monkeypatch.setattr(alone_module, "Device", Watched)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
