@@ -157,7 +157,7 @@ def test_one_wave(P):
           for cap, best, ours in ((4, 113, 113), (5, 102, 106), (8, 86, 86))),
         *(("zb-v", 4, 8, (4, 4, 4), 1.0, cap / 2, best, best) for cap, best in ((4, 148), (6, 124))),
         *(("zb-v", 4, 8, (2, 4, 2), 0.0, cap / 2, best, ours)  # best found, not proved
-          for cap, best, ours in ((4, 90, 92), (5, 81, 82), (6, 74, 74), (7, 71, 71), (8, 70, 70))),
+          for cap, best, ours in ((4, 90, 92), (5, 81, 81), (6, 74, 74), (7, 71, 71), (8, 70, 70))),
     ],
 )
 def test_proved_optima(schedule, P, M, durations, c, cap, optimum, ours):

@@ -43,6 +43,7 @@ NARROW = (
 BETWEEN = (  # for caps that none of the three has
     Rhythm((1, 1), (1, 3), (1, 3, 5), window=12, patience=1.0),
     Rhythm((2, 2), (1, 1), (2, 6, 4), window=6, patience=0.5),
+    Rhythm((1, 1), (1, 4), (5, 6, 5), slack=2, window=12, keep=Keep.ROOM),
 )
 
 

@@ -1,0 +1,91 @@
+"""Schedules under costs other than F = B = W = 1: unequal tasks, unequal stages, hand-overs; and many microbatches."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+
+import pipec
+from pipec.timeline import Timeline
+
+UNIT, NEAR = (1.0, 1.0, 1.0), (1.0, 1.125, 0.875)
+DURATIONS = [(1.0, 2.0, 1.0), (1.0, 1.0, 2.0), (2.0, 1.0, 1.0), (1.0, 1.0, 0.2)]
+STAGES = {  # work of each of eight stages
+    "equal": [1.0] * 8, "dear last": [*[1.0] * 7, 2.0], "drawn": [0.5, 2.0, 1.0, 1.5, 1.5, 0.5, 2.0, 1.0],
+}
+
+
+def costs_of(durations: tuple[float, ...], work: list[float], latency: float) -> pipec.Costs:
+    names = ("forward", "backward_input", "backward_weight")
+    return pipec.Costs(latency=latency, stages={
+        f"s{number}": dict(zip(names, (d * w / 2 for d in durations), strict=True)) for number, w in enumerate(work)
+    })
+
+
+ALL = [costs_of(*case) for case in product(DURATIONS, STAGES.values(), (0.0, 0.3))]
+
+
+@cache
+def makespan(schedule: str, case: int, placement: str | None = None) -> float:
+    return pipec.compile(pipec.chain(8), 4, 8, schedule, placement=placement, costs=ALL[case]).simulate().makespan
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement", "other", "worst", "mean"),
+    [
+        ("zb-h1", "linear", "1f1b", 1.0, 0.90),
+        ("zb-h2", "linear", "1f1b", 1.0, 0.88),
+        ("zb-1p", "linear", "1f1b", 1.0, 0.90),
+        ("zb-2p", "linear", "1f1b", 1.0, 0.86),
+        ("zb-v", "v", "1f1b", 1.0, 0.89),
+        ("wave", "v", "1f1b", 1.02, 0.97),
+        ("dualpipe-v", "v", "1f1b", 1.1, 0.96),  # its lists do not look at costs
+        ("v-half", "v", "1f1b", 1.15, 0.93),  # in half the memory
+        ("interleaved-zero-bubble", "looped", "interleaved-1f1b", 1.2, 0.95),  # holds P, the other P + (P-1)/v
+    ],
+)
+def test_split_backwards_pay_under_any_costs(
+    schedule: str, placement: str, other: str, worst: float, mean: float
+) -> None:
+    """Step times relative to the same placement with whole backwards: at worst, and on average."""
+    ratios = [
+        makespan(schedule, case, placement) / makespan(other, case, placement) for case in range(len(ALL))
+    ]
+    assert max(ratios) <= worst + 1e-9
+    assert sum(ratios) / len(ratios) <= mean
+
+
+@pytest.mark.parametrize(
+    ("schedule", "least", "mean"),
+    [("zb-1p", 1.0, 1.0), ("zb-2p", 1.0, 1.002), ("zb-v", 1.0, 1.01), ("wave", 0.97, 1.01),
+     ("interleaved-zero-bubble", 0.99, 1.01)],
+)
+def test_policies_look_at_the_costs(schedule: str, least: float, mean: float) -> None:
+    """An order made for the costs against the one made for F = B = W = 1: shorter on average, hardly ever longer."""
+    plain = pipec.compile(pipec.chain(8), 4, 8, schedule)
+    gains = [plain.simulate(costs).makespan / makespan(schedule, case) for case, costs in enumerate(ALL)]
+    assert min(gains) >= least - 1e-9
+    assert sum(gains) / len(gains) >= mean
+
+
+@pytest.mark.parametrize("durations", [UNIT, NEAR])
+@pytest.mark.parametrize(("P", "M"), [(2, 21), (3, 31), (4, 41), (5, 23), (8, 64)])
+def test_closed_forms_hold_for_many_microbatches(P: int, M: int, durations: tuple[float, float, float]) -> None:
+    forward, inputs, weights = durations
+
+    def line(schedule: str, v: int = 1) -> Timeline:
+        costs = pipec.Costs(*(part / v for part in durations))
+        return pipec.compile(pipec.chain(P * v), P, M, schedule, costs=costs).simulate()
+
+    for schedule in ("zb-h1", "zb-1p"):
+        assert line(schedule).bubble_time == pytest.approx((P - 1) * (forward + inputs - weights))
+    fast = line("zb-h2")
+    assert fast.span - M * sum(durations) == pytest.approx(max(0.0, (P - 1) * (forward + inputs - 2 * weights)))
+    if durations == UNIT:
+        assert line("wave", 2).bubble_time == pytest.approx(2 * (P - 1))
+        assert line("zb-v", 2).bubble_time == pytest.approx((P - 1) / 2)
+        if P in (4, 8):
+            assert line("v-half", 2).bubble_time <= 1.5 * P - 3.5 + 1e-9
+            assert line("v-min", 2).bubble_time <= {4: 5.5, 8: 13.5}[P] + 1e-9
