@@ -1,4 +1,5 @@
-# make demo: compile, draw and train a U-Net on two CPU devices.    make test: the test suite.    make lint: ruff and mypy.
+# make demo: compile, draw and train a U-Net on the GPUs there are, else on two CPU devices.    make test: the test
+# suite.    make lint: ruff and mypy.
 #
 # The first call makes .venv and installs pipec with all it needs there. To use an environment of your own, with the
 # torch it has (2.11 or newer; a GPU build is fine):    make test PYTHON=/path/to/python

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from helpers import progress
+from helpers import gpus, progress
 from torch import Tensor, nn
 
 import pipec
@@ -113,13 +113,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parameters = list({id(p): p for s in net.spec.stages for p in s.fn.parameters()}.values())
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     losses: list[float] = []
-    with pipec.Runner(net, plan, optimizer=optimizer) as run:
+    with pipec.Runner(net, plan, devices=gpus(2, most=1), optimizer=optimizer) as run:
         for _ in progress(steps, lambda: f"loss {losses[-1]:.3f}"):
             losses.append(float(run.step(*batch(source, draw)).loss))
         shown = "def main(self, "
         for _ in range(0 if quick else 120):
             context = torch.tensor([[LETTERS.index(letter) for letter in shown[-LENGTH:].rjust(LENGTH)]])
-            odds = run.forward(context).output[0, -1].div(0.5).softmax(0)
+            odds = run.forward(context).output[0, -1].cpu().div(0.5).softmax(0)
             shown += LETTERS[int(torch.multinomial(odds, 1, generator=draw))]
     tied = embed.letter.weight is head.weight
     print(f"Loss from {losses[0]:.2f} to {losses[-1]:.2f}; a blind guess has {math.log(len(LETTERS)):.2f}.")

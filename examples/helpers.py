@@ -1,4 +1,4 @@
-"""What several examples use: a progress bar and a fair timer."""
+"""What several examples use: the GPUs there are, a progress bar and a fair timer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+
+import torch
+
+
+def gpus(count: int, most: int | None = None) -> list[str] | None:
+    """A GPU for each of ``count`` logical devices, ``most`` different ones, in turn; None where there is no GPU."""
+    if not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator().type
+    there = min(torch.accelerator.device_count(), most or count)
+    return [f"{kind}:{number % there}" for number in range(count)]
 
 
 def progress(steps: int, say: Callable[[], str] = str) -> Iterator[int]:

@@ -14,7 +14,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from helpers import progress
+from helpers import gpus, progress
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -72,14 +72,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     print(report, "\n")
 
     losses: list[float] = []
-    with pipec.Runner(net, plan, optimizer=lambda own: torch.optim.Adam(own, lr=3e-3)) as run:
+    with pipec.Runner(net, plan, devices=gpus(2), optimizer=lambda own: torch.optim.Adam(own, lr=3e-3)) as run:
         rows = torch.cat([train[torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))]
                           for epoch in range(epochs)]).split(BATCH)
         for step in progress(len(rows), lambda: f"loss {losses[-1]:.3f}"):
             # The last batch is smaller: shapes are free in every step.
             losses.append(float(run.step(image=images[rows[step]], digit=targets[rows[step]]).loss))
         result = run.evaluate(image=images[test], digit=targets[test])
-    right = float((result.output.argmax(1) == targets[test]).float().mean())
+    right = float((result.output.argmax(1).cpu() == targets[test]).float().mean())
     seen = int(net.spec.stage("stem").fn[1].num_batches_tracked)
     print(f"{right:.1%} of {len(test)} digits never seen are read right.")
     print(f"Batch norm counted {seen} microbatches in {len(losses)} steps.")

@@ -13,7 +13,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from helpers import progress
+from helpers import gpus, progress
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -85,11 +85,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     optimizer = torch.optim.Adam([p for s in net.spec.stages for p in s.fn.parameters()], lr=1e-3)
     losses: list[float] = []
-    with pipec.Runner(net, plan, optimizer=optimizer) as run:
+    with pipec.Runner(net, plan, devices=gpus(2), optimizer=optimizer) as run:
         for _ in progress(steps, lambda: f"loss {losses[-1]:.3f}"):
             losses.append(float(run.step(**pairs(images, digits, train, BATCH, draw)).loss))
         unseen = pairs(images, digits, test, 1000, draw)
-        score = run.evaluate(**unseen).output
+        score = run.evaluate(**unseen).output.cpu()
     right = float(((score > 0) == (unseen["same"] > 0)).float().mean())
     share = float(unseen["same"].mean())
     print(f"{right:.1%} of 1000 pairs of unseen digits are told right; always the same answer would have "

@@ -57,6 +57,21 @@ def unet() -> pipec.Pipeline:
     return net
 
 
+def skip_plan() -> pipec.Plan:
+    """A chain of three with a skip over the middle, a stage a device."""
+    net = pipec.Pipeline("skip")
+    a = net.stage("a", None, net.input("x"))
+    b = net.stage("b", None, a)
+    net.loss("loss", None, net.stage("c", None, b, pipec.skip(a)))
+    return pipec.compile(net, 3, 3, "1f1b")
+
+
+def skip_costs() -> pipec.Costs:
+    """A copy takes half a forward."""
+    return pipec.Costs(forward=2.0, backward_input=2.0, backward_weight=2.0, bandwidth=MIB,
+                       stages={name: {"output_bytes": MIB, "activation_bytes": MIB} for name in "abc"})
+
+
 def unet_costs(**more: float) -> pipec.Costs:
     """Outer stages hold large images at little work, inner ones small images at much work."""
     sizes = {"enc1": 8, "enc2": 4, "enc3": 2, "middle": 1, "dec3": 2, "dec2": 4, "dec1": 8}
@@ -257,6 +272,14 @@ def entries() -> list[Entry]:
             lambda: draw(
                 unet_plan(4), costs=unet_costs(latency=0.1, bandwidth=8.0 * MIB), lanes=True, memory_limit=128 * MIB
             ),
+        ),
+        Entry(
+            "lanes",
+            "The lanes of a skip edge",
+            "Three stages on three devices, the first one's value read by the last as well. Below each device are its "
+            "copy-out and copy-in lanes: the skip goes straight to its reader, beside the work of the device between.",
+            "to see what waits for what on GPUs, where lanes are streams.",
+            lambda: draw(skip_plan(), costs=skip_costs(), lanes=True, copies=True),
         ),
         Entry(
             "tasks",

@@ -43,6 +43,7 @@ class Turn:
         into: the copy-in lane of a COPY's target, else -1.
         waits: the tasks it waits for.
         awaited: whether a task waits for it.
+        name: as it prints.
     """
 
     op: Op
@@ -50,6 +51,7 @@ class Turn:
     into: int
     waits: tuple[int, ...]
     awaited: bool
+    name: str
 
 
 def lane_name(lane: int) -> str:
@@ -64,7 +66,8 @@ def turns(plan: Plan, ops: Sequence[Sequence[Op]]) -> list[Turn]:
         copy = op.kind is Kind.COPY
         lane = 3 * op.device + (Lane.OUT if copy or op.kind is Kind.REDUCE else Lane.COMPUTE)
         into = 3 * op.route[1] + Lane.IN if copy else -1
-        made.append(Turn(op, lane, into, tuple(plan.waits.of(op.task).tolist()), op.task in awaited))
+        made.append(Turn(op, lane, into, tuple(plan.waits.of(op.task).tolist()), op.task in awaited,
+                         str(plan.table.task(op.task))))
     return made
 
 

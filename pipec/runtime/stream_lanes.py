@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 
 from pipec.errors import RaceError, RunError
-from pipec.ir import Kind, Lane, Plan
+from pipec.ir import Kind, Lane
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure
@@ -97,7 +97,7 @@ class StreamLanes:
         streams = cast(StreamChannels, channels)  # as made by channels()
         torch.clear_autocast_cache()  # casts of weights belong to one stream, and weights may have changed
         plan = devices[0].step.plan
-        part = _Part(self, plan, devices, streams)
+        part = _Part(self, devices, streams)
         failure: Failure | None = None
         self._enter()
         try:
@@ -151,28 +151,25 @@ class StreamLanes:
 class _Part:
     """A part of a step that is being queued."""
 
-    def __init__(
-        self, backend: StreamLanes, plan: Plan, devices: Sequence[Device], channels: StreamChannels
-    ) -> None:
+    def __init__(self, backend: StreamLanes, devices: Sequence[Device], channels: StreamChannels) -> None:
         self.api, self.lanes, self.inputs = backend.api, backend.lanes, backend._inputs
-        self.plan, self.devices, self.channels = plan, devices, channels
+        self.devices, self.channels = devices, channels
         self.events: dict[int, Event] = {}
         self.at: Op | None = None
 
     def compute(self, turn: Turn) -> None:
         """Any task but a COPY."""
         op, lane, device = turn.op, self.lanes[turn.lane], self.devices[turn.op.device]
-        token = str(self.plan.table.task(op.task))
         lane.begin()
         lane.after([self.events[task] for task in turn.waits if task in self.events])
         if op.kind in (Kind.FORWARD, Kind.RECOMPUTE) and device.stages[op.stage].inputs:
             lane.after(self.inputs.arrived(op.device, op.piece))
-        names = [
-            name for route, count in op.receives for name in self.channels.next(route, count - device.received[route])
-        ]
-        if names:
-            self._take_over(lane, device, op, names)
-        with self.api.on(lane.stream, what=token):
+        if op.receives:
+            received, coming = device.received, self.channels.next
+            names = [name for route, count in op.receives for name in coming(route, count - received[route])]
+            if names:
+                self._take_over(lane, device, op, names)
+        with self.api.on(lane.stream, what=turn.name):
             device.run((op,))
         if turn.awaited:
             self.events[op.task] = self.api.record(lane.stream)
@@ -194,13 +191,13 @@ class _Part:
         out.begin()
         out.after([self.events[task] for task in turn.waits if task in self.events])
         payload = device.store[op.source]
-        self.channels.now = str(self.plan.table.task(op.task)), out, into
+        self.channels.now = turn.name, out, into
         device.run((op,))
         done = self.api.record(out.stream)
         into.after([done])
         self.events[op.task] = done
         if op.frees:
-            self.lanes[3 * op.device + Lane.COMPUTE].hold(f"{self.channels.now[0]} sent", payload, done)
+            self.lanes[3 * op.device + Lane.COMPUTE].hold(f"{turn.name} sent", payload, done)
 
 
 class StreamChannels(Channels):
