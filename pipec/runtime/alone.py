@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pipec.errors import RunError
 from pipec.ir import Plan
+from pipec.runtime import names, saving
 from pipec.runtime.backends import Backend
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
@@ -21,6 +23,8 @@ from pipec.runtime.result import Result
 from pipec.runtime.stages import Stage
 from pipec.runtime.step import Batch, Step
 from pipec.spec import Spec
+
+Path = str | os.PathLike[str]
 
 
 class Alone:
@@ -95,6 +99,24 @@ class Alone:
         parameters = {id(p): p for stage in stages for _, p in stage.named_parameters()}.values()
         gradients = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
+
+    def owners(self, stages: Sequence[Stage], model: names.Model | None) -> list[names.Owner]:
+        """Where the names of this process's tensors come from."""
+        return names.owners(stages, model)
+
+    def elsewhere(self, spec: Spec, stages: Sequence[Stage]) -> set[int]:
+        """Ids of tensors that other processes answer for."""
+        return set()
+
+    def save(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
+        """Write what ``state`` gives in every process to one folder."""
+        saving.write(path, *saving.taken_apart(state()), None)
+
+    def load(
+        self, path: Path, owners: Sequence[names.Owner], elsewhere: set[int], restore: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Read the part of a folder that ``owners`` have names for, and restore it."""
+        restore(saving.read(path, names.named(owners)))
 
     def switch(self) -> None:
         """Another plan takes the place of this one."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -32,23 +33,28 @@ PARTS = ("format", "model", "optimizer", "scaler", "random")
 Optimizers = Mapping[str, Optimizer]  # by stage name, or under "all"
 
 
-def save(found: Sequence[Owner], optimizers: Optimizers, scaler: Any, position: Position) -> dict[str, Any]:
-    """A checkpoint that later steps do not change.
+def save(
+    found: Sequence[Owner], optimizers: Optimizers, scaler: Any, position: Position,
+    elsewhere: AbstractSet[int] = frozenset(),
+) -> dict[str, Any]:
+    """A checkpoint that later steps do not change. ``elsewhere``: ids of tensors that other ranks answer for.
 
     Raises:
         RunError: an optimizer holds parameters that have no name.
     """
     state = {
         "format": FORMAT,
-        "model": state_dict(found),
-        "optimizer": _save_optimizers(found, optimizers),
+        "model": state_dict(found, elsewhere),
+        "optimizer": _save_optimizers(found, optimizers, elsewhere),
         "scaler": None if scaler is None else scaler.state_dict(),
         "random": {"seed": position.seed, "step": position.step},
     }
     return _copied(state)  # type: ignore[no-any-return]
 
 
-def restore(found: Sequence[Owner], optimizers: Optimizers, scaler: Any, state: Any) -> Position:
+def restore(
+    found: Sequence[Owner], optimizers: Optimizers, scaler: Any, state: Any, elsewhere: AbstractSet[int] = frozenset()
+) -> Position:
     """Load a checkpoint; where the random numbers go on is returned.
 
     Raises:
@@ -63,7 +69,7 @@ def restore(found: Sequence[Owner], optimizers: Optimizers, scaler: Any, state: 
     if state["format"] != FORMAT:
         raise RunError(f"{what}: it has format {state['format']!r}, this version of pipec reads {FORMAT}")
     problems = model_problems(found, state["model"])
-    ready, more = _fit_optimizers(found, optimizers, state["optimizer"])
+    ready, more = _fit_optimizers(found, optimizers, state["optimizer"], elsewhere)
     problems += more
     if state["scaler"] and scaler is None:
         problems.append(Problem("it has the state of a gradient scaler; give Runner(scaler=...)"))
@@ -76,21 +82,23 @@ def restore(found: Sequence[Owner], optimizers: Optimizers, scaler: Any, state: 
     return Position(state["random"]["seed"], state["random"]["step"])
 
 
-def _save_optimizers(found: Sequence[Owner], optimizers: Optimizers) -> dict[str, Any]:
+def _save_optimizers(found: Sequence[Owner], optimizers: Optimizers, elsewhere: AbstractSet[int]) -> dict[str, Any]:
     names = aliases(found)
     groups: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
     more: dict[str, Any] = {}
     for label, optimizer in optimizers.items():
-        _check_named(names, label, optimizer)
+        _check_named(names, label, optimizer, elsewhere)
         whole = optimizer.state_dict()
         left = dict(whole["state"])
         for own, packed in zip(optimizer.param_groups, whole["param_groups"], strict=True):
-            called = [names[id(parameter)][0] for parameter in own["params"]]
-            groups.append({"optimizer": type(optimizer).__name__, "names": called, "options": _options(packed)})
-            states |= {
-                name: left.pop(key) for name, key in zip(called, packed["params"], strict=True) if key in left
-            }
+            called = [
+                (names[id(parameter)][0], key) for parameter, key in zip(own["params"], packed["params"], strict=True)
+                if id(parameter) not in elsewhere
+            ]
+            groups.append({"optimizer": type(optimizer).__name__, "names": [name for name, _ in called],
+                           "options": _options(packed)})
+            states |= {name: left.pop(key) for name, key in called if key in left}
         rest = {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
         if left or rest:  # what an optimizer keeps for no parameter in particular
             more[label] = {"state": left, "rest": rest}
@@ -98,20 +106,22 @@ def _save_optimizers(found: Sequence[Owner], optimizers: Optimizers) -> dict[str
 
 
 def _fit_optimizers(
-    found: Sequence[Owner], optimizers: Optimizers, saved: Mapping[str, Any]
+    found: Sequence[Owner], optimizers: Optimizers, saved: Mapping[str, Any], elsewhere: AbstractSet[int]
 ) -> tuple[list[tuple[Optimizer, dict[str, Any]]], list[Problem]]:
     """Per optimizer the state dict to load, and what does not fit."""
     names = aliases(found)
     groups = {name: group for group in saved["groups"] for name in group["names"]}
     ready, problems, used = [], [], set()
     for label, optimizer in optimizers.items():
-        _check_named(names, label, optimizer)
+        _check_named(names, label, optimizer, elsewhere)
         packed: list[dict[str, Any]] = []
         states: dict[Any, Any] = dict(saved["more"].get(label, {}).get("state", {}))
         missing: list[str] = []
         for own, now in zip(optimizer.param_groups, optimizer.state_dict()["param_groups"], strict=True):
             called = []
             for parameter, key in zip(own["params"], now["params"], strict=True):
+                if id(parameter) in elsewhere:
+                    continue
                 name = next((name for name in names[id(parameter)] if name in groups), None)
                 if name is None:
                     missing.append(names[id(parameter)][0])
@@ -160,12 +170,14 @@ def _group_problems(
     return problems
 
 
-def _check_named(names: Mapping[int, list[str]], label: str, optimizer: Optimizer) -> None:
+def _check_named(
+    names: Mapping[int, list[str]], label: str, optimizer: Optimizer, elsewhere: AbstractSet[int]
+) -> None:
     problems = [
         Problem(f"group {number} has a parameter of shape {tuple(parameter.shape)} that is in no stage; give "
                 "Runner(model=...) a module, or a dict of tensors by name, that holds it too")
         for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
-        if id(parameter) not in names
+        if id(parameter) not in names and id(parameter) not in elsewhere
     ]
     raise_all(f"optimizer {label!r}", problems, RunError)
 

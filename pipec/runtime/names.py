@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -60,9 +61,9 @@ def owners(stages: Sequence[Stage], model: Model | None = None) -> list[Owner]:
     Raises:
         RunError: a tensor of a stage is not in ``model``, or two have the same name.
     """
-    own = _stage_owners(stages)
+    own = stage_owners(stages)
     if model is None:
-        _check_names(own)
+        check_names(own)
         return own
     whole = Owner("", model)
     known = {id(value) for value in whole.values().values()}
@@ -76,7 +77,7 @@ def owners(stages: Sequence[Stage], model: Model | None = None) -> list[Owner]:
     return [whole]
 
 
-def _stage_owners(stages: Sequence[Stage]) -> list[Owner]:
+def stage_owners(stages: Sequence[Stage]) -> list[Owner]:
     found = []
     for stage in stages:
         if stage.module is not None:
@@ -89,7 +90,7 @@ def _stage_owners(stages: Sequence[Stage]) -> list[Owner]:
     return found
 
 
-def _check_names(found: Sequence[Owner]) -> None:
+def check_names(found: Sequence[Owner]) -> None:
     taken: dict[str, Any] = {}
     problems = []
     for owner in found:
@@ -114,9 +115,21 @@ def aliases(found: Sequence[Owner]) -> dict[int, list[str]]:
     return names
 
 
-def state_dict(found: Sequence[Owner]) -> dict[str, Any]:
-    """The model's state by name, sharing memory with the live tensors, as in PyTorch."""
-    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in live(found).items()}
+def named(found: Sequence[Owner]) -> dict[str, list[str]]:
+    """Per name all names of the same tensor."""
+    written = {name: [name] for name in live(found)}
+    for names in aliases(found).values():
+        for name in names:
+            written[name] = names
+    return written
+
+
+def state_dict(found: Sequence[Owner], without: AbstractSet[int] = frozenset()) -> dict[str, Any]:
+    """The model's state by name, sharing memory with the live tensors, as in PyTorch; without tensors of these ids."""
+    return {
+        name: value.detach() if isinstance(value, Tensor) else value for name, value in live(found).items()
+        if id(value) not in without
+    }
 
 
 def model_problems(found: Sequence[Owner], state: State) -> list[Problem]:

@@ -134,7 +134,7 @@ class Runner(Overlapping, Stateful):
             backend, self.spec.name, plan.devices, watchdog, self._real
         )
         self._updater = Updater(plan, optimizer, self.stages, scaler, hook, self._party.anywhere)
-        self._owners = names.owners(self.stages, model)
+        self._owners = self._party.owners(self.stages, model)
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -73,9 +74,10 @@ class Stateful:
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of all stages, tied ones under each name; the values share memory with the model.
 
-        Names are those of ``model=``, else ``stage.key`` (``loss.key`` for a loss that is a module).
+        Names are those of ``model=``, else ``stage.key`` (``loss.key`` for a loss that is a module). Over ranks, the
+        part of this one.
         """
-        return names.state_dict(self._owners)
+        return names.state_dict(self._owners, self._party.elsewhere(self.spec, self.stages))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, or what ``model.state_dict()`` gives where ``model=`` was given.
@@ -100,8 +102,12 @@ class Stateful:
         """
         with self._alone():
             self._drain()
-            saved = checkpoint.save(self._owners, self.optimizers, self._updater.scaler, self._position.pinned())
-            return saved | {"asynchronous": self._saved_rules()}
+            return self._checkpoint()
+
+    def _checkpoint(self) -> dict[str, Any]:
+        saved = checkpoint.save(self._owners, self.optimizers, self._updater.scaler, self._position.pinned(),
+                                self._party.elsewhere(self.spec, self.stages))
+        return saved | {"asynchronous": self._saved_rules()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`checkpoint`.
@@ -115,7 +121,34 @@ class Stateful:
             RunError: listing everything that does not fit; nothing is loaded then.
         """
         with self._alone():
-            self._position = checkpoint.restore(self._owners, self.optimizers, self._updater.scaler, state)
-            if self._flow is not None:
-                self._flow.drop()
-            self._load_rules(state.get("asynchronous", {}))
+            self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._position = checkpoint.restore(self._owners, self.optimizers, self._updater.scaler, state,
+                                            self._party.elsewhere(self.spec, self.stages))
+        if self._flow is not None:
+            self._flow.drop()
+        self._load_rules(state.get("asynchronous", {}))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a :meth:`checkpoint` to a folder with torch.distributed.checkpoint. Over ranks all of them call it.
+
+        Tensors stand under ``model.NAME`` and ``optimizer.NAME.KEY``, each written by the rank that has it.
+
+        Raises:
+            RunError: an optimizer has parameters that are in no stage nor in ``model=``.
+        """
+        with self._alone():
+            self._drain()
+            self._party.save(path, self._checkpoint)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from what :meth:`save` wrote, with any number of ranks, devices and, with ``model=``, stages.
+
+        Every rank reads what its own stages need. See :meth:`restore`.
+
+        Raises:
+            RunError: listing everything that does not fit.
+        """
+        with self._alone():
+            self._party.load(path, self._owners, self._party.elsewhere(self.spec, self.stages), self._restore)

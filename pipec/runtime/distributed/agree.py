@@ -67,3 +67,56 @@ def compare(told: Sequence[dict[str, str]], ranks: Sequence[int], me: int) -> No
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def same_call(table: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
+    """Raise RankError when the first rows of a call say that the ranks are not at the same one.
+
+    Args:
+        table: per rank: call, failed, training, microbatches, rows, seed in two halves, step.
+    """
+    words = ("evaluate()", "step()")
+    for column, what in ((2, "call"), (5, "seed"), (6, "seed"), (7, "step")):
+        values = [row[column] for row in table]
+        odd = next((n for n, value in enumerate(values) if value != values[0]), None)
+        if odd is None:
+            continue
+        one, two = ranks[0], ranks[odd]
+        if what == "call":
+            text = (f"rank {one} is in {words[int(values[0])]}, rank {two} in {words[int(values[odd])]}; all ranks "
+                    "make the same calls")
+        elif what == "seed":
+            text = (f"ranks {one} and {two} have different random seeds; call torch.manual_seed with one number on "
+                    "every rank, or give Runner(seed=)")
+        else:
+            text = (f"rank {one} is in step {values[0]:.0f}, rank {two} in step {values[odd]:.0f}; restore all ranks "
+                    "from one checkpoint")
+        raise RankError(text, two)
+
+
+def rows_of(
+    table: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]], microbatches: int
+) -> list[int | None]:
+    """Per replica the rows of its minibatch, from the table of :func:`same_call`; None where no input is split.
+
+    Raises:
+        RankError: ranks of a replica were given different rows, or replicas have too different ones.
+    """
+    everyone = [rank for ranks in replicas for rank in ranks]
+    found: list[int | None] = []
+    for ranks in replicas:
+        given: dict[int, int] = {}
+        for rank in ranks:
+            rows = int(table[everyone.index(rank)][4])
+            if rows >= 0:
+                given.setdefault(rows, rank)
+        if len(given) > 1:
+            text = ", ".join(f"{rows} on rank {rank}" for rows, rank in given.items())
+            raise RankError(f"the minibatch has {text} rows; all ranks of a pipeline are given the same ones",
+                            list(given.values())[1])
+        found.append(next(iter(given), None))
+    if any(rows is not None and rows < microbatches for rows in found) and len(set(found)) > 1:
+        told = ", ".join(map(str, found))
+        raise RankError(f"the replicas' minibatches have {told} rows; where one has fewer than there are microbatches "
+                        f"({microbatches}), all need as many")
+    return found

@@ -12,6 +12,7 @@ comes to the end of the step, and the connections stay usable.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,8 +31,10 @@ from pipec.runtime.distributed.wire import (
     dumped,
     fits,
     frame_of,
+    is_lone,
     loaded,
     payload_of,
+    placed,
     rebuilt,
 )
 from pipec.runtime.program import Op, Route
@@ -41,6 +44,7 @@ AHEAD = 2  # receives posted per sender beyond what has arrived
 PENDING = 8  # sends that may be under way to a reader that never sends anything back
 EXPECTED, FOLLOWING = 0, 1  # tags of a message's expected content, and of what follows when it is another one
 SAME, CHANGED, FAILED = 0, 1, 2
+HEADER = struct.Struct("4q")  # status, bytes that follow, task, how many of the other direction have arrived
 
 Lost = Callable[[int, str, BaseException], RankError]  # peer, what it owes, what the connection said
 Key = tuple[int, int, int, int, int]  # from, to, value, gradient, rows of the microbatch
@@ -157,7 +161,7 @@ class RankChannels:
         link.posted.popleft()
         link.at += 1
         self._post(link)
-        status, length, task, known = posted.buffers[0][:32].view(torch.int64).tolist()
+        status, length, task, known = HEADER.unpack_from(posted.buffers[0].numpy().data)
         message = posted.message
         if task != message.op.task:
             text = f"device {link.peer} sent task {task}, this rank expects {message.op.task}"
@@ -195,12 +199,12 @@ class RankChannels:
 
     def _opened(self, frame: Frame, buffers: list[Tensor]) -> Any:
         if frame.room:
-            made = [rebuilt(leaf, buffers[0], at) for leaf, at in zip(frame.leaves, frame.offsets, strict=True)]
+            made = [rebuilt(frame, number, buffers[0], at) for number, at in enumerate(frame.offsets)]
         else:
             rest = iter(buffers[1:])
             made = [
-                rebuilt(leaf, next(rest) if leaf.nbytes else torch.empty(0, dtype=torch.uint8, device=self._device))
-                for leaf in frame.leaves
+                rebuilt(frame, number, next(rest) if leaf.nbytes else torch.empty(0, dtype=torch.uint8))
+                for number, leaf in enumerate(frame.leaves)
             ]
         return payload_of(frame, made)
 
@@ -211,6 +215,9 @@ class RankChannels:
         link = self._out[route[1]]
         message = link.messages[link.at]
         expected = self._frames.get(self._key(message))
+        if expected is not None and is_lone(expected, payload):
+            self._give(link, message, expected, [payload], EXPECTED, SAME, 0)
+            return
         frame, tensors = frame_of(payload)
         if fits(expected, frame):
             self._give(link, message, frame, tensors, EXPECTED, SAME, 0)
@@ -234,9 +241,14 @@ class RankChannels:
     ) -> None:
         if not frame.leaves or frame.room:
             joint = torch.empty(frame.room if frame.leaves else HEAD, dtype=torch.uint8, device=self._device)
-            for tensor, at, leaf in zip(tensors, frame.offsets, frame.leaves, strict=True):
-                if leaf.nbytes:
-                    joint[at : at + leaf.nbytes].copy_(as_bytes(tensor))
+            for number, (tensor, at) in enumerate(zip(tensors, frame.offsets, strict=True)):
+                narrow = tensor.detach()
+                if frame.gaps[number]:
+                    size = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+                    narrow = narrow.as_strided(size, tensor.stride())
+                    placed(frame, number, joint, at).as_strided(size, frame.dense[number]).copy_(narrow)
+                else:
+                    placed(frame, number, joint, at).copy_(narrow)
             buffers = [joint]
         else:
             head = torch.empty(HEAD, dtype=torch.uint8)
@@ -249,7 +261,7 @@ class RankChannels:
     def _head(self, buffer: Tensor, link: Link, message: Message, status: int, length: int) -> None:
         back = self._in.get(link.peer)
         known = back.at if back is not None else 0
-        buffer[:32].view(torch.int64).copy_(torch.tensor([status, length, message.op.task, known]))
+        HEADER.pack_into(buffer.numpy().data, 0, status, length, message.op.task, known)
 
     def _send(self, link: Link, buffers: Sequence[Tensor], tag: int) -> None:
         for buffer in buffers:

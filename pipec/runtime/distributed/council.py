@@ -18,9 +18,9 @@ from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.failure import describe, told
 from pipec.runtime.program import Op
 
-BEGIN, SETTLE, FINISH, ANYWHERE, NORM = range(5)
+BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE = range(6)
 CALLS = ("the start of step(), evaluate() or forward()", "the end of its tasks", "the end of its step",
-         "its gradient scaler", "clip_grad_norm_")
+         "its gradient scaler", "clip_grad_norm_", "save() or load()")
 UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
 FIXED = 8  # numbers of a row before those per loss
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from attrs import evolve, frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipec.errors import RunError
 from pipec.ir import Plan
-from pipec.spec import Spec, parameters_of
+from pipec.runtime import names
+from pipec.runtime.stages import Stage
+from pipec.spec import Spec, owner_of, parameters_of
 
 
 def local_spec(spec: Spec, plan: Plan, device: int) -> Spec:
@@ -63,3 +66,40 @@ def check_inputs(spec: Spec, values: Sequence[object]) -> None:
                 f"input {item.name!r} requires a gradient, but over several ranks no gradient leaves the pipeline; "
                 "make what computes it the first stage, or detach it"
             )
+
+
+def owners_of(
+    stages: Sequence[Stage], model: names.Model | None, tied: Sequence[Tied], here: Sequence[bool]
+) -> list[names.Owner]:
+    """Where the names of this rank's tensors come from; shared ones have those of stages on other ranks too."""
+    if model is not None:
+        return names.owners([stage for stage in stages if here[stage.index]], model)
+    found: list[names.Owner] = []
+    held = {id(t) for stage in stages for _, t in stage.named_parameters()}
+    for stage in stages:
+        found += names.stage_owners([stage])
+        if not here[stage.index]:
+            shared = {
+                name: one.parameter for one in tied if id(one.parameter) in held
+                for number, name in one.users if number == stage.index
+            }
+            found += [names.Owner(f"{stage.name}.", shared)] if shared else []
+    names.check_names(found)
+    return found
+
+
+def elsewhere_of(spec: Spec, stages: Sequence[Stage]) -> set[int]:
+    """Ids of what stages of other ranks hold, as far as this process has made it too."""
+    here = {id(t) for t in _tensors(stage.fn for stage in stages)}
+    here |= {id(t) for stage in stages for _, t in stage.named_parameters()}
+    others = {id(t) for t in _tensors(stage.fn for stage in spec.stages)}
+    others |= {id(t) for stage in spec.stages for _, t in parameters_of(stage)}
+    return others - here
+
+
+def _tensors(fns: Iterable[Any]) -> Iterator[Tensor]:
+    """Parameters and buffers of the modules among ``fns``."""
+    for owner in map(owner_of, fns):
+        if isinstance(owner, nn.Module):
+            yield from owner.parameters()
+            yield from owner.buffers()

@@ -12,16 +12,17 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor
 
-from pipec.errors import RankError, RunError
+from pipec.errors import RunError
 from pipec.ir import Plan
-from pipec.runtime.alone import Alone
+from pipec.runtime import names, saving
+from pipec.runtime.alone import Alone, Path
 from pipec.runtime.backends import Backend
-from pipec.runtime.distributed.agree import compare, summary
+from pipec.runtime.distributed.agree import compare, rows_of, same_call, summary
 from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
-from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, NORM, SETTLE, Council
+from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, NORM, SAVE, SETTLE, Council
 from pipec.runtime.distributed.group import gather_objects, make_groups, same_everywhere
-from pipec.runtime.distributed.local import check_inputs, local_spec, tied_parameters
+from pipec.runtime.distributed.local import check_inputs, elsewhere_of, local_spec, owners_of, tied_parameters
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
 from pipec.runtime.distributed.watch import Watch
@@ -187,8 +188,8 @@ class Ranks(Alone):
         table = self._council.table(BEGIN, [*row, *counts], failure)
         if failure is not None:
             raise failure
-        self._same(table, training)
-        rows = self._rows(table)
+        same_call(table, self.place.everyone)
+        rows = rows_of(table, self.place.ranks, self._plan.microbatches)
         total = sum(max(r or 0, 0) for r in rows) if all(r is not None for r in rows) else None
         first = [table[n * self.place.devices : (n + 1) * self.place.devices] for n in range(self.place.replicas)]
         counts = [
@@ -197,45 +198,6 @@ class Ranks(Alone):
         batch.measure(self._plan.microbatches, rows[self.replica], total, counts, self.place.replicas)
         self._watch.runs(batch.microbatches, training)
         return batch
-
-    def _same(self, table: list[list[float]], training: bool) -> None:
-        ranks = self.place.everyone
-        words = {2: ("step()", "evaluate()"), 7: ("", "")}
-        for column, what in ((2, "call"), (5, "seed"), (6, "seed"), (7, "step")):
-            values = [row[column] for row in table]
-            if len(set(values)) > 1:
-                odd = next(n for n, value in enumerate(values) if value != values[0])
-                if what == "call":
-                    one, two = (words[2][0] if values[n] else words[2][1] for n in (0, odd))
-                    raise RankError(f"rank {ranks[0]} is in {one}, rank {ranks[odd]} in {two}; all ranks make the "
-                                    "same calls", ranks[odd])
-                if what == "seed":
-                    raise RankError(
-                        f"ranks {ranks[0]} and {ranks[odd]} have different random seeds; call torch.manual_seed with "
-                        "one number on every rank, or give Runner(seed=)", ranks[odd])
-                raise RankError(f"rank {ranks[0]} is in step {values[0]:.0f}, rank {ranks[odd]} in step "
-                                f"{values[odd]:.0f}; restore all ranks from one checkpoint", ranks[odd])
-
-    def _rows(self, table: list[list[float]]) -> list[int | None]:
-        """Per replica the rows of its minibatch."""
-        found: list[int | None] = []
-        for ranks in self.place.ranks:
-            given: dict[int, int] = {}
-            for rank in ranks:
-                rows = int(table[self.place.everyone.index(rank)][4])
-                if rows >= 0:
-                    given.setdefault(rows, rank)
-            if len(given) > 1:
-                text = ", ".join(f"{rows} on rank {rank}" for rows, rank in given.items())
-                raise RankError(f"the minibatch has {text}; every rank is given the same rows", list(given.values())[1])
-            found.append(next(iter(given), None))
-        short = [rows is not None and rows < self._plan.microbatches for rows in found]
-        if any(short) and len(set(found)) > 1:
-            raise RankError(
-                f"the replicas' minibatches have {', '.join(map(str, found))} rows; one with fewer than "
-                f"{self._plan.microbatches} microbatches needs all of the same size"
-            )
-        return found
 
     def devices(
         self, plan: Plan, program: Program, stages: list[Stage], step: Step, backend: Backend
@@ -342,6 +304,46 @@ class Ranks(Alone):
                 if start:
                     starts[task], ends[task] = start + move, end + move
         return starts, ends
+
+    def owners(self, stages: Sequence[Stage], model: names.Model | None) -> list[names.Owner]:
+        """Shared parameters have the names of their stages on other ranks too."""
+        return owners_of(stages, model, self._tied, [device == self.device for device in self._devices])
+
+    def elsewhere(self, spec: Spec, stages: Sequence[Stage]) -> set[int]:
+        """What stages of other ranks hold, as far as this process has made it too."""
+        return elsewhere_of(spec, stages)
+
+    def save(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
+        """The first replica writes, each rank what its stages hold."""
+        flat, rest = saving.taken_apart(self._told(state))
+        rest = saving.merged(gather_objects(self._groups.pipeline, rest, self.place.devices))
+        self._told(lambda: saving.write(path, flat, rest, self._groups.pipeline) if self.replica == 0 else None)
+
+    def load(
+        self, path: Path, owners: Sequence[names.Owner], elsewhere: set[int], restore: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Every rank reads what its stages need."""
+        state = self._told(lambda: saving.read(path, names.named(owners)))
+        known = {name for name, value in names.live(owners).items() if id(value) not in elsewhere}
+        groups = state["optimizer"]["groups"]
+        state["model"] = {name: value for name, value in state["model"].items() if name in names.live(owners)}
+        state["optimizer"]["groups"] = [
+            {**group, "names": kept} for group in groups if (kept := [n for n in group["names"] if n in known])
+        ]
+        self._told(lambda: restore(state))
+
+    def _told(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` gives; when it fails on one rank, it fails on all."""
+        failure: BaseException | None = None
+        made = None
+        try:
+            made = work()
+        except BaseException as error:
+            failure = error
+        self._council.table(SAVE, [], failure)
+        if failure is not None:
+            raise failure
+        return made
 
     def switch(self) -> None:
         raise RunError("over several ranks a runner keeps its plan; make another runner on the same modules")

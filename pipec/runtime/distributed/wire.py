@@ -74,6 +74,7 @@ class Frame:
         leaves: the tensors that travel.
         rest: layout, plain leaves and the like; compared only if ``steady``.
         steady: ``rest`` holds only what can be compared.
+        dense, gaps: per tensor its strides without gaps, and whether it has any.
         offsets, room: where each tensor stands in one joint buffer behind a header, and its bytes; room 0: the
             tensors travel one by one.
     """
@@ -82,6 +83,8 @@ class Frame:
     leaves: tuple[Leaf, ...]
     rest: Any = None
     steady: bool = True
+    dense: tuple[tuple[int, ...], ...] = field(init=False)
+    gaps: tuple[bool, ...] = field(init=False)
     offsets: tuple[int, ...] = field(init=False)
     room: int = field(init=False)
 
@@ -91,7 +94,24 @@ class Frame:
             offsets.append(at)
             at += -(-leaf.nbytes // HEAD) * HEAD
         object.__setattr__(self, "offsets", tuple(offsets))
+        dense = tuple(map(dense_stride, self.leaves))
+        object.__setattr__(self, "dense", dense)
+        object.__setattr__(self, "gaps", tuple(
+            any(mine != theirs and n > 1 for mine, theirs, n in zip(own, leaf.stride, leaf.size, strict=True))
+            for own, leaf in zip(dense, self.leaves, strict=True)
+        ))
         object.__setattr__(self, "room", at if at - HEAD <= JOINT else 0)
+
+
+def is_lone(expected: Frame | None, payload: Any) -> bool:
+    """Whether ``payload`` is the one tensor that is expected: :func:`fits` without making a frame."""
+    if expected is None or expected.kind != "tensor" or type(payload) is not Tensor:
+        return False
+    leaf = expected.leaves[0]
+    return bool(
+        payload.shape == leaf.size and payload.dtype is leaf.dtype and payload.requires_grad == leaf.grad
+        and payload.stride() == leaf.stride and _plain(payload)
+    )
 
 
 def frame_of(payload: Any) -> tuple[Frame, list[Tensor]]:
@@ -181,23 +201,35 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.reshape(-1).view(torch.uint8)
 
 
-def rebuilt(leaf: Leaf, data: Tensor, offset: int = 0) -> Tensor:
-    """The tensor whose bytes begin at ``offset`` of ``data``, in the form of ``leaf``.
-
-    It lies in ``data``'s memory unless its form has gaps, and never shares a version counter with other tensors.
-    """
+def dense_stride(leaf: Leaf) -> tuple[int, ...]:
+    """The strides of a tensor without gaps whose dimensions follow each other in memory as those of ``leaf`` do."""
     strides: tuple[int, ...] = leaf.stride
-    order = sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
-    dense = [0] * len(leaf.size)
-    step = 1
-    for dim in reversed(order):
-        if leaf.stride[dim] or not leaf.size[dim]:
+    order = sorted(range(len(strides)), key=lambda d: strides[d])
+    dense, step = [0] * len(strides), 1
+    for dim in order:
+        if strides[dim] or not leaf.size[dim]:
             dense[dim] = step
             step *= max(leaf.size[dim], 1)
-    storage, at = data.untyped_storage(), data.storage_offset() + offset
+    return tuple(dense)
+
+
+def placed(frame: Frame, number: int, data: Tensor, offset: int = 0) -> Tensor:
+    """The memory at ``offset`` of ``data`` as the tensor ``number`` of ``frame``, without the gaps it may have.
+
+    A tensor of its own: it shares no version counter with others in the same memory.
+    """
+    leaf = frame.leaves[number]
     made = torch.empty(0, dtype=leaf.dtype, device=data.device)
-    made.set_(storage, at // leaf.dtype.itemsize, leaf.size, tuple(dense))
-    if any(mine != theirs and size > 1 for mine, theirs, size in zip(dense, leaf.stride, leaf.size, strict=True)):
+    made.set_(data.untyped_storage(), (data.storage_offset() + offset) // leaf.dtype.itemsize, leaf.size,
+              frame.dense[number])
+    return made
+
+
+def rebuilt(frame: Frame, number: int, data: Tensor, offset: int = 0) -> Tensor:
+    """The tensor ``number`` of ``frame`` whose bytes begin at ``offset`` of ``data``."""
+    leaf = frame.leaves[number]
+    made = placed(frame, number, data, offset)
+    if frame.gaps[number]:
         made = _spread(made, leaf)
     return made.requires_grad_() if leaf.grad else made
 
@@ -206,10 +238,7 @@ def _spread(dense: Tensor, leaf: Leaf) -> Tensor:
     """The same elements with the gaps between them that the sender's tensor has."""
     size = [1 if stride == 0 else n for n, stride in zip(leaf.size, leaf.stride, strict=True)]
     made = torch.empty_strided(size, leaf.stride, dtype=leaf.dtype, device=dense.device)
-    for dim, (n, stride) in enumerate(zip(leaf.size, leaf.stride, strict=True)):
-        if stride == 0 and n > 1:
-            dense = dense.narrow(dim, 0, 1)
-    made.copy_(dense)
+    made.copy_(dense.as_strided(size, dense.stride()))
     return made.as_strided(leaf.size, leaf.stride)
 
 

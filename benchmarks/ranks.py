@@ -1,0 +1,236 @@
+"""pipec over two processes beside PyTorch's own pipelining: same schedule, model, processes and run.
+
+    python benchmarks/ranks.py [--rounds 15] [--markdown]
+
+Two gloo processes with one thread each, 16 microbatches. A stage is a stack of Linear and ReLU, deep enough that its
+forward takes the time named; backward takes about twice that. Contenders take turns within each round. ``host``
+measures the CPU time of each rank's main thread per microbatch with tensors so small that nothing else counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import rounds
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.nn import functional as F
+
+import pipec
+
+MICROBATCHES, ROWS = 16, 64
+PAIRS = {  # pipec's schedule, PyTorch's class, stages per rank
+    "1f1b": ("Schedule1F1B", 1), "interleaved-zero-bubble": ("ScheduleInterleavedZeroBubble", 2),
+}
+ALONE = "one process"
+
+
+def stage(width: int, layers: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*parts)
+
+
+def layers_for(seconds: float, width: int) -> int:
+    """How many layers take ``seconds`` forward on this machine, undisturbed."""
+    probe, x = stage(width, 8), torch.randn(ROWS, width)
+    times = []
+    for _ in range(15):
+        begin = time.perf_counter()
+        probe(x)
+        times.append(time.perf_counter() - begin)
+    return max(1, round(seconds / (statistics.median(times) / 8)))
+
+
+def batch(width: int) -> tuple[Tensor, Tensor]:
+    make = torch.Generator().manual_seed(1)
+    return (torch.randn(ROWS * MICROBATCHES, width, generator=make),
+            torch.randn(ROWS * MICROBATCHES, width, generator=make))
+
+
+def modules(width: int, layers: int, count: int) -> list[nn.Sequential]:
+    """``count`` stages of a model of 2 x ``layers`` layers; the same weights however it is cut."""
+    torch.manual_seed(0)
+    whole = list(stage(width, 2 * layers))
+    size = len(whole) // count
+    return [nn.Sequential(*whole[n * size : (n + 1) * size]) for n in range(count)]
+
+
+def ours(width: int, layers: int, schedule: str, count: int) -> tuple[Callable[[], Any], list[nn.Sequential], Any]:
+    made = modules(width, layers, count)
+    net = pipec.Pipeline("stack")
+    value, y = net.input("x"), net.input("y")
+    for number, module in enumerate(made):
+        value = net.stage(f"s{number}", module, value)
+    net.loss("mse", F.mse_loss, value, y)
+    plan = pipec.compile(net, 2, MICROBATCHES, schedule)
+    run = pipec.Runner(net, plan)
+    x, target = batch(width)
+    return partial(run.step, x=x, y=target), made, (net, plan, run)
+
+
+def theirs(rank: int, width: int, layers: int, name: str, count: int) -> tuple[Callable[[], Any], list[nn.Sequential]]:
+    made = modules(width, layers, count)
+    own = [pipelining.PipelineStage(made[n], n, count, torch.device("cpu")) for n in range(rank, count, 2)]
+    kind = getattr(pipelining, name)
+    schedule = kind(own[0] if count == 2 else own, MICROBATCHES, loss_fn=F.mse_loss)
+    x, target = batch(width)
+
+    def step() -> None:
+        schedule.step(x) if rank == 0 else schedule.step(target=target, losses=[])
+
+    return step, made
+
+
+def alone(width: int, layers: int) -> tuple[Callable[[], Any], list[nn.Sequential]]:
+    """The whole model in this process, microbatch by microbatch."""
+    made = modules(width, layers, 1)
+    pieces = list(zip(*(part.split(ROWS) for part in batch(width)), strict=True))
+
+    def step() -> None:
+        for x, y in pieces:
+            (F.mse_loss(made[0](x), y) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+
+    return step, made
+
+
+def clear(made: list[nn.Sequential]) -> None:
+    for module in made:
+        module.zero_grad()
+
+
+def timed(step: Callable[[], Any], made: list[nn.Sequential]) -> tuple[float, float]:
+    """Seconds by the clock and of this thread's CPU for one step on both ranks."""
+    clear(made)
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.thread_time()
+    step()
+    return time.perf_counter() - wall, time.thread_time() - cpu
+
+
+def check(rank: int, mine: list[nn.Sequential], other: list[nn.Sequential], count: int) -> None:
+    """Raise RuntimeError unless both contenders have made the same gradients of this rank's stages."""
+    for number in range(rank, count, 2):
+        for p, q in zip(mine[number].parameters(), other[number].parameters(), strict=True):
+            if p.grad is None or q.grad is None or not torch.allclose(p.grad, q.grad, rtol=1e-3, atol=1e-5):
+                raise RuntimeError("pipec and PyTorch do not give the same gradients")
+
+
+def contest(rank: int, width: int, layers: int, count: int, simulated: bool) -> dict[str, Any]:
+    """Times of every contender on this rank, round by round."""
+    contenders: dict[str, tuple[Callable[[], Any], list[nn.Sequential]]] = {}
+    runs, makespans = [], {}
+    for schedule, (name, per_rank) in PAIRS.items():
+        mine, made, (net, plan, run) = ours(width, layers, schedule, 2 * per_rank)
+        contenders[f"pipec {schedule}"] = mine, made
+        contenders[f"torch {name}"] = theirs(rank, width, layers, name, 2 * per_rank)
+        runs.append(run)
+        for key in (f"pipec {schedule}", f"torch {name}"):
+            timed(*contenders[key])
+        check(rank, made, contenders[f"torch {name}"][1], 2 * per_rank)
+        if simulated:
+            x, y = batch(width)
+            if rank == 0:  # the other one rests meanwhile
+                costs = pipec.profile(net, x=x[:ROWS], y=y[:ROWS])
+                makespans[f"pipec {schedule}"] = plan.simulate(costs).makespan / 1e3
+            dist.barrier()
+    single = alone(width, layers)
+    times: dict[str, list[tuple[float, float]]] = {key: [] for key in [*contenders, ALONE]}
+    keys = list(contenders)
+    for number in range(count + 2):
+        turn = number % len(keys)
+        for key in keys[turn:] + keys[:turn]:
+            found = timed(*contenders[key])
+            if number >= 2:
+                times[key].append(found)
+        if simulated:
+            found = timed(*single) if rank == 0 else timed(lambda: None, [])
+            if number >= 2:
+                times[ALONE].append(found)
+    for run in runs:
+        run.close()
+    return {"times": times, "makespans": makespans}
+
+
+def serve(rank: int, store: str, answers: Any, count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    width = 256
+    for name, seconds in (("1 ms", 1e-3), ("5 ms", 5e-3)):
+        depth = [layers_for(seconds, width) if rank == 0 else 0]
+        dist.broadcast_object_list(depth)
+        depth[0] += depth[0] % 2  # two stages per rank need an even number
+        answers.put((name, rank, contest(rank, width, depth[0], count if seconds < 2e-3 else max(3, count // 2), True)))
+    answers.put(("host", rank, contest(rank, 8, 2, count, False)))
+    dist.destroy_process_group()
+
+
+def tables(found: dict[str, dict[int, Any]]) -> list[rounds.Table]:
+    made = []
+    for name in ("1 ms", "5 ms"):
+        both = found[name]
+        times = {
+            key: [max(a[0], b[0]) for a, b in zip(both[0]["times"][key], both[1]["times"][key], strict=True)]
+            for key in both[0]["times"]
+        }
+        rows = []
+        for key, own in times.items():
+            peer = next((f"torch {PAIRS[s][0]}" for s in PAIRS if key == f"pipec {s}"), None)
+            predicted = both[0]["makespans"].get(key)
+            share = "" if predicted is None else str(rounds.ratio([predicted] * len(own), own))
+            rows.append((
+                key, rounds.milliseconds(own), str(rounds.ratio(times[ALONE], own)),
+                "" if peer is None else str(rounds.ratio(times[peer], own)), share,
+            ))
+        made.append(rounds.Table(
+            f"tasks of {name}, {MICROBATCHES} microbatches, two processes",
+            ("", "ms a step", "throughput / one process", "throughput / torch's", "simulated / measured"), rows,
+        ))
+    rows = []
+    for key in found["host"][0]["times"]:
+        if key == ALONE:
+            continue
+        per = [statistics.median(t[1] for t in found["host"][rank]["times"][key]) / MICROBATCHES for rank in (0, 1)]
+        rows.append((key, *(f"{seconds * 1e3:.2f}" for seconds in per)))
+    made.append(rounds.Table("main thread's CPU time per microbatch, tiny tensors, ms", ("", "rank 0", "rank 1"), rows))
+    return made
+
+
+def main() -> None:
+    rounds.prepare()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--markdown", action="store_true", help="replace this script's section in RESULTS.md")
+    options = parser.parse_args()
+    quiet = rounds.Quiet()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answers: Any = context.Queue()
+        processes = [
+            context.Process(target=serve, args=(rank, f"{folder}/store", answers, options.rounds), daemon=True)
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        found: dict[str, dict[int, Any]] = {}
+        for _ in range(6):
+            name, rank, result = answers.get(timeout=300)
+            found.setdefault(name, {})[rank] = result
+        for process in processes:
+            process.join(30)
+    made = tables(found)
+    rounds.publish("ranks", f"{rounds.machine()}; {options.rounds} rounds; {quiet}.", made, options.markdown)
+
+
+if __name__ == "__main__":
+    main()
