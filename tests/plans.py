@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import pipec
+from pipec import LiveWeights, Nesterov, PipeDream, PipeMare, Predicted
 from pipec.ir import Lane, Plan
 from pipec.schedules.base import B, F, I, Op, Problem, W
 
@@ -123,6 +124,28 @@ def plans(draw: Any, training: bool | None = None, most: int = 6, **options: Any
         forward_only=forward_only,
         **options,
     )
+
+
+POLICIES: tuple[Any, ...] = (
+    PipeDream(), PipeDream(vertical_sync=True), PipeMare(), PipeMare("1f1b"), PipeMare(correction=None), Predicted(),
+    PipeMare(segments=2), PipeMare("1f1b", segments=1),
+    Predicted("full"), LiveWeights(), Nesterov(), Nesterov(stash=False),
+)
+
+
+@st.composite
+def asynchronous_plans(draw: Any, most: int = 5) -> Plan:
+    net = draw(pipelines(most=most))
+    count = len(net.spec.stages)
+    devices = draw(st.integers(1, min(3, count)))
+    placement = draw(st.sampled_from(["linear", "looped"] + (["v"] if count >= 2 * devices else [])))
+    microbatches = draw(st.integers(1, 5))
+    policy = draw(st.sampled_from(POLICIES))
+    if draw(st.booleans()):
+        policy = LiveWeights(draw(st.sampled_from([a for a in range(1, 6) if microbatches % a == 0])))
+    own = getattr(policy, "segments", None) is not None
+    return pipec.compile(net, devices, microbatches, policy, placement=placement, update="stage",
+                         recompute="never" if own else draw(st.sampled_from(["never", "always"])))
 
 
 def needs(plan: Plan) -> list[set[int]]:

@@ -9,18 +9,12 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import ancestors, needs, pipelines, unet
+from plans import ancestors, asynchronous_plans, needs, unet
 
 import pipec
-from pipec import LiveWeights, Nesterov, PipeDream, PipeDream2BW, PipeMare, Predicted
+from pipec import PipeDream2BW
 from pipec.ir import Kind, Lane, Plan
 from pipec.periods import minibatch_of, periods, settled
-
-POLICIES: tuple[Any, ...] = (
-    PipeDream(), PipeDream(vertical_sync=True), PipeMare(), PipeMare("1f1b"), PipeMare(correction=None), Predicted(),
-    PipeMare(segments=2), PipeMare("1f1b", segments=1),
-    Predicted("full"), LiveWeights(), Nesterov(), Nesterov(stash=False),
-)
 
 
 def compiled(net: Any, devices: int, microbatches: int, schedule: Any, **options: Any) -> Plan:
@@ -53,21 +47,6 @@ def test_a_backward_and_a_forward_share_a_tick_in_pipemare() -> None:
         "0F0 0F1 0F2 0B0 0F3 0U0 0B1 0F4 0U1 0B2 0F5 0U2 0B3 0U3 0B4 0U4 0B5 0U5",
         "1F0 1B0 1F1 1U0 1B1 1F2 1U1 1B2 1F3 1U2 1B3 1F4 1U3 1B4 1F5 1U4 1B5 1U5",
     ]
-
-
-@st.composite
-def asynchronous_plans(draw: Any, most: int = 5) -> Plan:
-    net = draw(pipelines(most=most))
-    count = len(net.spec.stages)
-    devices = draw(st.integers(1, min(3, count)))
-    placement = draw(st.sampled_from(["linear", "looped"] + (["v"] if count >= 2 * devices else [])))
-    microbatches = draw(st.integers(1, 5))
-    policy = draw(st.sampled_from(POLICIES))
-    if draw(st.booleans()):
-        policy = LiveWeights(draw(st.sampled_from([a for a in range(1, 6) if microbatches % a == 0])))
-    own = getattr(policy, "segments", None) is not None
-    return compiled(net, devices, microbatches, policy, placement=placement,
-                    recompute="never" if own else draw(st.sampled_from(["never", "always"])))
 
 
 @given(asynchronous_plans())
