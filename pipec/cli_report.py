@@ -14,7 +14,7 @@ from pipec.cli_input import Given, UsageError, compile_with, costs_of
 from pipec.errors import PipecError, PlanError, ScheduleError
 from pipec.ir import Kind
 from pipec.periods import settled
-from pipec.schedules import SCHEDULES
+from pipec.schedules import ALIASES, SCHEDULES
 from pipec.timeline import Timeline, show_bytes
 
 Arguments = argparse.Namespace
@@ -134,7 +134,7 @@ def compare_rows(given: Sequence[Given], arguments: Arguments) -> list[Row]:
         try:
             rows.append(Row(name, compile_with(given[0], arguments, name).simulate(costs_of(arguments, given[0]))))
         except (ScheduleError, PlanError) as error:
-            if name not in SCHEDULES:
+            if name not in SCHEDULES | ALIASES:
                 raise
             rows.append(Row(name, None, brief(error)))
     return rows

@@ -281,8 +281,9 @@ class Timeline:
 def weight_line(memory: Sequence[WeightMemory]) -> str:
     """What weights take on the device that needs most for them."""
     worst = max(memory, key=lambda own: own.total)
-    parts = [f"{name} {show_bytes(size)}" for name in ("weights", "gradients", "optimizer", "stash", "rule")
-             if (size := getattr(worst, name))]
+    words = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "stash": "stashed versions",
+             "rule": "the weight rule's own"}
+    parts = [f"{word} {show_bytes(size)}" for name, word in words.items() if (size := getattr(worst, name))]
     return f"weights and optimizer at most {show_bytes(worst.total)} a device: " + (", ".join(parts) or "none")
 
 

@@ -36,6 +36,8 @@ GOLDEN: dict[str, Callable[[], Plan]] = {
             [F(1, 0), I(1, 0), F(1, 1), I(1, 1), W(1, 0), W(1, 1)],
         ],
     ),
+    "pipedream": lambda: pipec.compile(pipec.chain(2), 2, 1, "pipedream", update="stage"),
+    "pipemare-segments": lambda: pipec.compile(pipec.chain(2), 2, 1, pipec.PipeMare(segments=2), update="stage"),
     "forward-only": lambda: pipec.compile(unet(1), 2, 2, forward_only=True),
 }
 
