@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 import pipec
 from pipec.runtime.lanes import submit_all, turns
 from pipec.runtime.program import build_program
+from pipec.runtime.stream_api import Recorder
+from pipec.runtime.stream_lanes import StreamLanes
 from pipec.runtime.transfer import copied, duplicate
 
 __all__ = ["kept_streams"]
@@ -147,8 +150,18 @@ def test_autocast_holds_on_every_lane() -> None:
     assert set(seen) == {torch.bfloat16}
 
 
+def streams() -> StreamLanes:
+    return StreamLanes(Recorder(), [torch.device(f"cpu:{number}") for number in range(3)])
+
+
+BACKENDS: dict[str, Callable[[], Any]] = {
+    "lanes": lambda: "lanes", "adversarial": lambda: "adversarial", "streams": streams,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_failure_stops_all_lanes_and_the_next_step_works(stage: int) -> None:
+def test_a_failure_stops_all_lanes_and_the_next_step_works(stage: int, backend: str) -> None:
     net, armed = chain(3), [True]
 
     def fail(module: nn.Module, args: Any) -> None:
@@ -157,7 +170,7 @@ def test_a_failure_stops_all_lanes_and_the_next_step_works(stage: int) -> None:
 
     handle = net.spec.stages[stage].fn.register_forward_pre_hook(fail)
     before = threading.active_count()
-    with runner(net, 3, 4, backend="lanes") as run:
+    with runner(net, 3, 4, backend=BACKENDS[backend]()) as run:
         with pytest.raises(ValueError, match="wrong") as caught:
             run.step(**data())
         assert f"stage 's{stage}'" in str(caught.value.__notes__ if hasattr(caught.value, "__notes__") else caught)
@@ -169,14 +182,15 @@ def test_a_failure_stops_all_lanes_and_the_next_step_works(stage: int) -> None:
     assert threading.active_count() == before
 
 
-def test_nothing_grows_and_steps_leave_no_tensor_behind() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_grows_and_steps_leave_no_tensor_behind(backend: str) -> None:
     borders: list[weakref.ref[Tensor]] = []
     net = chain(3)
     hook = net.spec.stages[0].fn.register_forward_hook(lambda m, i, out: borders.append(weakref.ref(out)))
     gc.collect()
     gc.disable()
     try:
-        with runner(net, 3, 4, backend="lanes") as run:
+        with runner(net, 3, 4, backend=BACKENDS[backend]()) as run:
             for _ in range(5):
                 run.step(**data())
             assert len(borders) == 20

@@ -17,6 +17,7 @@ from torch import nn
 import pipec
 from pipec.ir import Plan
 from pipec.runtime import stream_lanes
+from pipec.runtime.placement import check_places
 from pipec.runtime.stream_api import Call, Recorder
 from pipec.runtime.stream_lanes import StreamLanes
 from pipec.runtime.stream_proof import MEMORY, Happened, problems
@@ -269,3 +270,37 @@ def test_one_device_needs_no_event_between_tasks() -> None:
     # the caller, inputs of four microbatches, the end of the copy-in stream, its own end
     assert len([call for call in between if call.stream == "compute 0"]) == 1 + 4 + 1 + 1
     assert not [call for call in calls if call.stream == "out 0" and call.kind == "run"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_casts_that_autocast_keeps_are_not_read_by_another_stream(tied: bool) -> None:
+    kept: list[bool] = []
+
+    class Note(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(torch.is_autocast_cache_enabled())
+            return super().forward(x)
+
+    first, second = Note(WIDTH, WIDTH), Note(WIDTH, WIDTH)
+    if tied:
+        second.weight = first.weight
+    net = pipec.Pipeline("tied")
+    x, y = net.input("x"), net.input("y")
+    net.loss("mse", nn.functional.mse_loss, net.stage("b", second, net.stage("a", first, x)), y)
+    run = pipec.Runner(net, pipec.compile(net, 2, 2), backend=backend(2))
+    with run, torch.autocast("cpu", torch.bfloat16):
+        run.step(**data(4))
+        assert torch.is_autocast_cache_enabled()
+    assert kept == [not tied] * 4
+
+
+def test_stages_do_not_move_when_the_plan_is_switched() -> None:
+    net = chain(4)
+    there, again = pipec.compile(net, 2, 2), pipec.compile(net, 2, 4, "gpipe")
+    elsewhere = pipec.compile(net, 2, 2, placement=[0, 1, 0, 1])
+    gpus = [torch.device("cpu:0"), torch.device("cpu:1")]
+    check_places(gpus, there, again)
+    check_places(None, there, elsewhere)
+    for other in (elsewhere, pipec.compile(net, 1, 2)):
+        with pytest.raises(pipec.RunError, match="places stages on other devices than the one before"):
+            check_places(gpus, there, other)

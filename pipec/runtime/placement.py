@@ -75,6 +75,17 @@ def homes(plan: Plan, devices: Sequence[torch.device]) -> list[torch.device]:
     return [devices[logical] for logical in made.tolist()]
 
 
+def check_places(devices: Sequence[torch.device] | None, before: Plan, after: Plan) -> None:
+    """Raise RunError when stages would have to move to other GPUs."""
+    if devices is not None and (
+        before.devices != after.devices or homes(before, devices) != homes(after, devices)
+    ):
+        raise RunError(
+            "the plan places stages on other devices than the one before, and stages do not move while optimizers hold "
+            "their state; compile it with the same devices and placement, or make a new Runner"
+        )
+
+
 def place_stages(stages: Sequence[Stage], where: Sequence[torch.device]) -> None:
     """Move parameters and buffers of every stage to its device. Parameters stay the same objects.
 

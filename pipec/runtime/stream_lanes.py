@@ -91,11 +91,14 @@ class StreamLanes:
         self._turns = Turns()
         self._ends: list[Event | None] = [None] * len(self.devices)
         self._inputs = Inputs(api, self.lanes)
+        self._shared: bool | None = None
 
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Queue all tasks, or up to the first that raises. Returns when they are queued, not when they have run."""
         streams = cast(StreamChannels, channels)  # as made by channels()
-        torch.clear_autocast_cache()  # casts of weights belong to one stream, and weights may have changed
+        torch.clear_autocast_cache()  # weights may have changed since
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(caches and not self._shares(devices))
         plan = devices[0].step.plan
         part = _Part(self, devices, streams)
         failure: Failure | None = None
@@ -107,10 +110,11 @@ class StreamLanes:
                 (part.compute if turn.into < 0 else part.copy)(turn)
         except BaseException as error:
             failure = Failure(part.at, error)
+        torch.set_autocast_cache_enabled(caches)
+        torch.clear_autocast_cache()
         try:
             self._leave()
             self._inputs.forget(devices)
-            torch.clear_autocast_cache()
         except Exception:  # a device that is lost after an error: what happened first matters
             if failure is None:
                 raise
@@ -118,6 +122,17 @@ class StreamLanes:
             return failure
         finally:
             del failure, part  # this frame is in the failure's traceback: a cycle
+
+    def _shares(self, devices: Sequence[Device]) -> bool:
+        """Whether a parameter is used on several logical devices: a cast that autocast keeps is one stream's memory."""
+        if self._shared is None:
+            plan, users = devices[0].step.plan, dict[int, int]()
+            where = {stage: chunk.device for chunk in plan.chunks for stage in chunk.stages}
+            self._shared = any(
+                users.setdefault(id(parameter), where[stage.index]) != where[stage.index]
+                for stage in devices[0].stages for _, parameter in stage.named_parameters()
+            )
+        return self._shared
 
     def _enter(self) -> None:
         """Every stream waits for what the caller queued, and for the end of the part before, on any stream."""

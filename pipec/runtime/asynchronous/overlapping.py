@@ -22,6 +22,7 @@ from pipec.runtime.backends import Backend
 from pipec.runtime.batchnorm import Deferred
 from pipec.runtime.choose import make_backend
 from pipec.runtime.optim import Updater
+from pipec.runtime.placement import check_places
 from pipec.runtime.randomness import Position, Randomness, Streams
 from pipec.runtime.stages import Stage
 from pipec.runtime.step import Batch, Probe
@@ -49,6 +50,7 @@ class Overlapping:
     _delay: TruncatedExponential | None
     _backend_name: str | Backend | None
     _watchdog: float | None
+    _real: list[torch.device] | None
     _plans: dict[tuple[bool, int, int], Any]
 
     if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class Overlapping:
         """
         with self._alone():
             check_switch(plan, self.plan, self.spec)
+            check_places(self._real, self.plan, plan)
             self._party.switch()
             flow = self._flow_of(plan)
             self._drain()
@@ -201,6 +204,8 @@ def refusals(run: Any) -> list[Problem]:
         problems.append(Problem("delay= is for backend='replay', where every run is repeatable"))
     if run._backend_name not in (None, "threads", "replay"):
         problems.append(Problem(f"backend={run._backend_name!r} runs synchronous plans; use 'threads' or 'replay'"))
+    if run._real is not None:
+        problems.append(Problem("asynchronous plans run on the CPU so far; leave devices= out"))
     if run._party.backend is not None:
         problems.append(Problem("distributed runs take synchronous plans; run this one in one process"))
     return problems
