@@ -70,6 +70,14 @@ def test_character_transformer_keeps_its_weight_tied(run: Run) -> None:
     assert got["last"] < got["first"] - 0.5
 
 
+def test_long_sequences_in_slices_are_the_whole_sequence(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    got = run("long_sequences", "--quick")
+    assert got["exact"]
+    assert got["apart"] < 1e-5
+    assert got["last"] < got["first"] - 0.5
+    assert "seq-1f1b 4 slices" in capsys.readouterr().out
+
+
 def test_a_tied_weight_gets_the_sum_of_both_gradients(run: Run) -> None:
     example = load("char_transformer")
     net = example.build(16, 1)
