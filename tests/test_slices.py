@@ -27,6 +27,7 @@ from pipec.schedules import F as Forward
 __all__ = ["kept_streams"]
 
 WIDTH, WORDS = 8, 13
+BACKENDS = ["threads", "replay", "lanes", "adversarial"]
 
 
 class Embed(nn.Module):
@@ -163,7 +164,7 @@ def test_every_plan_gives_the_numbers_of_the_reference(data: Any) -> None:
         mine, devices, microbatches, schedule, slices=slices, recompute=data.draw(st.sampled_from(["never", "always"]))
     )
     loop = pipec.reference(theirs, microbatches, seed=5, slices=slices)
-    with pipec.Runner(mine, plan, backend=data.draw(st.sampled_from(["threads", "replay"])), seed=5) as run:
+    with pipec.Runner(mine, plan, backend=data.draw(st.sampled_from(BACKENDS)), seed=5) as run:
         for step in range(2):  # the second adds to .grad
             given_ = batch(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7)), step)
             got, wanted = run.step(**given_), loop.step(**given_)
