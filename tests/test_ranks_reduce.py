@@ -320,3 +320,18 @@ def asynchronous(rank: int) -> str:
 
 def test_asynchronous_plans_are_refused_over_ranks(crew2: Any) -> None:
     assert all("asynchronous plans run in one process so far" in text for text in crew2(asynchronous))
+
+
+def sliced(rank: int) -> str:
+    net = pipec.Pipeline("net")
+    h = net.stage("first", nn.Linear(4, 4), net.input("x", slice_dim=1))
+    net.loss("mean", torch.mean, net.stage("second", nn.Linear(4, 4), h))
+    plan = pipec.compile(net, 2, 2, "seq-1f1b", slices=2)
+    with pytest.raises(pipec.RunError) as error:
+        pipec.Runner(net, plan)
+    return str(error.value)
+
+
+def test_slices_are_refused_over_ranks(crew2: Any) -> None:
+    told = "the plan cuts microbatches into 2 slices, which this version runs in one process only"
+    assert crew2(sliced) == [told, told]
