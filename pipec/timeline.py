@@ -117,13 +117,13 @@ class Timeline:
     @property
     def bubble_time(self) -> float:
         """Makespan minus the busiest device's useful time; of one steady period in an asynchronous plan."""
-        return self.period - max(self.period_useful)
+        return _rounded(self.period - max(self.period_useful), self.period)
 
     @property
     def bubble(self) -> float:
         """1 - useful time of all devices / (devices x makespan); of one steady period in an asynchronous plan."""
         whole = self.plan.devices * self.period
-        return 1.0 - sum(self.period_useful) / whole if whole else 0.0
+        return _rounded(1.0 - sum(self.period_useful) / whole, 1.0) if whole else 0.0
 
     @cached_property
     def copies(self) -> int:
@@ -276,6 +276,11 @@ class Timeline:
                 f"{self.peak_share[device]:>13.4g}{peak:>13}"
             )
         return "\n".join(lines)
+
+
+def _rounded(difference: float, scale: float) -> float:
+    """A difference of times of about ``scale``, without what is left of rounding."""
+    return 0.0 if abs(difference) < 1e-11 * scale else difference
 
 
 def weight_line(memory: Sequence[WeightMemory]) -> str:

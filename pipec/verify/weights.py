@@ -33,9 +33,9 @@ def updates_before(facts: Facts) -> Rows:
     return made
 
 
-def declared(facts: Facts) -> Rows:
+def declared(facts: Facts, newest: Rows) -> Rows:
     """Per task the version that the plan's rule lets it read; the newest without a rule."""
-    plan, newest = facts.plan, updates_before(facts)
+    plan = facts.plan
     rule = rule_of(plan)
     if rule is None:
         return newest
@@ -44,11 +44,11 @@ def declared(facts: Facts) -> Rows:
 
 def versions(facts: Facts) -> list[str]:
     """Every task reads the weight version that the plan's rule declares, and one that is still kept."""
+    plan, table, made = facts.plan, facts.table, updates_before(facts)
     try:
-        wanted = declared(facts)
+        wanted = declared(facts, made)
     except PlanError as error:
         return [str(error)]
-    plan, table, made = facts.plan, facts.table, updates_before(facts)
     reading = np.isin(table.kind, READERS)
     stale, old = made - table.version, made - wanted
     early = reading & (stale < 0)
