@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -138,3 +139,30 @@ def test_every_example_is_listed_and_tested() -> None:
     for name in SCRIPTS:
         assert f"[{name}.py]({name}.py)" in listed
         assert f'"{name}"' in tests
+
+
+def torchrun(folder: Path, processes: int, *arguments: str) -> str:
+    """The output of the distributed example under torchrun, which ends all processes when one fails."""
+    script = [str(EXAMPLES / "distributed.py"), "--quick", *arguments]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    root = str(EXAMPLES.parent)
+    done = subprocess.run(
+        [*launch, *script], cwd=folder, env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def last_loss(text: str) -> float:
+    return float(text.rsplit("loss ", 1)[1].split(";")[0])
+
+
+def test_the_distributed_example_gives_the_same_bits_in_one_process_and_in_two(run: Run, tmp_path: Path) -> None:
+    losses = run("distributed", "--quick", "--save", str(tmp_path / "one"))
+    text = torchrun(tmp_path, 2, "--save", str(tmp_path / "two"))
+    assert last_loss(text) == losses[-1]
+    assert losses[-1] < losses[0]
+    assert "process 0 holds 14 tensors" in text  # the stem and two of four blocks
+    again = torchrun(tmp_path, 4, "--replicas", "2", "--resume", str(tmp_path / "two"))
+    assert last_loss(again) < losses[-1]

@@ -129,7 +129,10 @@ class Alone:
         """Nothing to close."""
 
 
-def party(spec: Any, plan: Plan, backend: str | Backend | None, mesh: Any, timeout: float, outputs: str) -> Alone:
+def party(
+    spec: Any, plan: Plan, backend: str | Backend | None, real: Sequence[torch.device] | None, mesh: Any,
+    timeout: float, outputs: str,
+) -> Alone:
     """Who takes part in a run: this process alone, or one rank of many.
 
     Raises:
@@ -154,5 +157,11 @@ def party(spec: Any, plan: Plan, backend: str | Backend | None, mesh: Any, timeo
             )
         return Alone()
     from pipec.runtime.distributed.ranks import Ranks
+
+    if real is not None:
+        raise RunError(
+            f"over several processes this version runs on the CPU, through gloo; got {', '.join(map(str, real))}; run "
+            "the devices of one machine in one process, with backend='cuda'"
+        )
 
     return Ranks(spec, plan, mesh, timeout, outputs)

@@ -99,7 +99,7 @@ class Runner(Overlapping, Stateful):
         self.spec, self.plan = pipeline.spec, plan
         self._backend_name, self._watchdog = backend, watchdog
         self._real = real_devices(devices, backend, plan.devices)
-        self._party: Alone = party(self.spec, plan, backend, mesh, timeout, outputs)
+        self._party: Alone = party(self.spec, plan, backend, self._real, mesh, timeout, outputs)
         with self._party.agreement({"scaler": scaler is not None, "outputs option": outputs}):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
         self._party.share(self.stages)

@@ -47,10 +47,10 @@ def _hash(*parts: Any) -> str:
 def compare(told: Sequence[dict[str, str]], ranks: Sequence[int], me: int) -> None:
     """Raise RankError listing what differs between the ranks; ``told[i]`` is what rank ``ranks[i]`` has."""
     failed = [(rank, own["failed"]) for rank, own in zip(ranks, told, strict=True) if "failed" in own]
-    for rank, text in failed:
-        if rank != me:
-            raise RankError(f"rank {rank} could not make its runner: {text}", rank)
-    if failed:
+    if failed and all(rank != me for rank, _ in failed):
+        rank, text = failed[0]
+        raise RankError(f"rank {rank} could not make its runner: {text}", rank)
+    if failed:  # its own error is raised
         return
     problems = []
     for key in told[0]:

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from pipec.errors import RunError
+from pipec.errors import Problem, RunError, raise_all
 from pipec.ir import Plan
 from pipec.runtime import names
 from pipec.runtime.stages import Stage
@@ -54,6 +54,25 @@ def tied_parameters(spec: Spec, devices: Sequence[int]) -> list[Tied]:
             found[id(parameter)] = parameter
     apart = {key: own for key, own in users.items() if len({devices[stage] for stage, _ in own}) > 1}
     return [Tied(tuple(own), found[key], first[key]) for key, own in apart.items()]
+
+
+def check_wrappers(stages: Sequence[Stage]) -> None:
+    """Raise RunError for stages that add up or shard their gradients themselves, behind the plan's back."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrappers = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+    problems = [
+        Problem(f"stage {stage.name!r} is wrapped ({type(part).__name__})")
+        for stage in stages for module in stage.modules
+        for part in [next((m for m in module.modules() if isinstance(m, wrappers)), None)] if part is not None
+    ]
+    if problems:
+        problems.append(Problem(
+            "give the bare modules and compile with data_parallel=replicas: the plan's REDUCE tasks add up gradients "
+            "over replicas, after the last microbatch and beside other stages' backwards"
+        ))
+    raise_all("stages in DistributedDataParallel or fully_shard", problems, RunError)
 
 
 def check_inputs(spec: Spec, values: Sequence[object]) -> None:

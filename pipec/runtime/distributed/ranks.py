@@ -22,7 +22,14 @@ from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, 
 from pipec.runtime.distributed.channels import RankChannels
 from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, NORM, SAVE, SETTLE, Council
 from pipec.runtime.distributed.group import gather_objects, make_groups, same_everywhere
-from pipec.runtime.distributed.local import check_inputs, elsewhere_of, local_spec, owners_of, tied_parameters
+from pipec.runtime.distributed.local import (
+    check_inputs,
+    check_wrappers,
+    elsewhere_of,
+    local_spec,
+    owners_of,
+    tied_parameters,
+)
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
 from pipec.runtime.distributed.watch import Watch
@@ -307,6 +314,7 @@ class Ranks(Alone):
 
     def owners(self, stages: Sequence[Stage], model: names.Model | None) -> list[names.Owner]:
         """Shared parameters have the names of their stages on other ranks too."""
+        check_wrappers(stages)
         return owners_of(stages, model, self._tied, [device == self.device for device in self._devices])
 
     def elsewhere(self, spec: Spec, stages: Sequence[Stage]) -> set[int]:
