@@ -191,8 +191,8 @@ class FakeStream:
     def __init__(self, index: int, name: str) -> None:
         self.device, self.name, self.calls = torch.device("cuda", index), name, []  # type: ignore[var-annotated]
 
-    def record_event(self) -> str:
-        return f"after {self.name}"
+    def record_event(self, event: Any = None) -> Any:
+        return event or f"after {self.name}"
 
     def wait_event(self, event: str) -> None:
         self.calls.append(event)

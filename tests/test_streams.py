@@ -304,3 +304,27 @@ def test_stages_do_not_move_when_the_plan_is_switched() -> None:
     for other in (elsewhere, pipec.compile(net, 1, 2)):
         with pytest.raises(pipec.RunError, match="places stages on other devices than the one before"):
             check_places(gpus, there, other)
+
+
+def test_a_trace_has_the_devices_times_and_not_those_of_the_host() -> None:
+    """Marks that tell 1, 2, 3, ... ms: the timeline follows them, each device from its own zero."""
+
+    class Ticking(Recorder):
+        ticks = 0
+
+        def mark(self, stream: Any) -> float:
+            self.ticks += 1
+            return float(self.ticks)
+
+    net = chain(2)
+    plan = pipec.compile(net, 2, 1, update="stage")
+    streams = StreamLanes(Ticking(), backend(2).devices)
+    with pipec.Runner(net, plan, optimizer=lambda p: torch.optim.SGD(p, 0.1), backend=streams) as run:
+        run.step(**data(2))
+        timeline = run.trace()
+    tasks = [str(plan.table.task(task)) for task in range(len(plan))]
+    times = {name: (start, end) for name, start, end in zip(tasks, timeline.start, timeline.end, strict=True)}
+    assert times == {  # zeros at 1 and 2, then two marks for each task as it is queued
+        "0F0": (2 - 2, 3 - 2), "v0[0]:0>1": (4 - 2, 5 - 2), "1F0": (5 - 2, 6 - 2), "1B0": (7 - 2, 8 - 2),
+        "dv0[0]:1>0": (9 - 2, 10 - 2), "0B0": (12 - 2, 13 - 2), "0U0": (14 - 2, 15 - 2), "1U0": (15 - 2, 16 - 2),
+    }

@@ -39,6 +39,13 @@ class Accelerator:
     def synchronize(self, event: torch.Event) -> None:
         event.synchronize()
 
+    def mark(self, stream: torch.Stream) -> torch.Event:
+        return stream.record_event(torch.Event(device=stream.device, enable_timing=True))
+
+    def elapsed(self, first: torch.Event, second: torch.Event) -> float:
+        second.synchronize()
+        return first.elapsed_time(second)
+
     def free(self, stream: torch.Stream, name: str, payload: list[Any]) -> None:
         payload.clear()
 

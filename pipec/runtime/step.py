@@ -19,6 +19,7 @@ from pipec.runtime.gradients import Accumulator
 from pipec.runtime.randomness import Randomness
 from pipec.runtime.result import Result
 from pipec.runtime.stages import brief
+from pipec.runtime.stream_clock import StreamClock
 from pipec.spec import InputSpec, OutputSpec, Spec
 from pipec.tree import flatten
 
@@ -165,6 +166,7 @@ class Step:
         self.snapshots: dict[tuple[int, int], list[Mark]] = {}
         self.starts: list[int] = [0] * len(plan.table)
         self.ends: list[int] = [0] * len(plan.table)
+        self.clock: StreamClock | None = None  # times of the devices, where these are not the host's
         self.wanted_losses = batch.wanted_losses
         self._update, self._reduce, self.probe, self.random = update, reduce, probe, random
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,12 @@ class StreamApi(Protocol):
 
     def synchronize(self, event: Event) -> None:
         """Let the host wait for an event."""
+
+    def mark(self, stream: Stream) -> Event:
+        """An event that remembers when it happened."""
+
+    def elapsed(self, first: Event, second: Event) -> float:
+        """Milliseconds between two marks of one device; the host waits for the second."""
 
     def free(self, stream: Stream, name: str, payload: list[Any]) -> None:
         """Drop the references in ``payload``: memory of ``stream``'s pool, which may give it to the next that asks."""
@@ -123,6 +130,12 @@ class Recorder:
 
     def synchronize(self, event: str) -> None:
         self.calls.append(Call("wait", "host", event))
+
+    def mark(self, stream: RecordedStream) -> float:
+        return perf_counter() * 1e3
+
+    def elapsed(self, first: float, second: float) -> float:
+        return second - first
 
     def free(self, stream: RecordedStream, name: str, payload: list[Any]) -> None:
         self._note("free", stream, name)

@@ -39,6 +39,7 @@ from pipec.runtime.failure import Failure
 from pipec.runtime.lanes import Turn, Turns
 from pipec.runtime.program import Op, Route
 from pipec.runtime.stream_api import Event, Held, StreamApi
+from pipec.runtime.stream_clock import StreamClock
 from pipec.runtime.stream_inputs import Inputs
 from pipec.runtime.transfer import copied, duplicate, fill, prepared, tensors
 
@@ -99,13 +100,15 @@ class StreamLanes:
         torch.clear_autocast_cache()  # weights may have changed since
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(caches and not self._shares(devices))
-        plan = devices[0].step.plan
-        part = _Part(self, devices, streams)
+        step = devices[0].step
+        clock = step.clock = step.clock or StreamClock(self.api)
+        part = _Part(self, devices, streams, clock)
         failure: Failure | None = None
         self._enter()
+        clock.begin((lane.device, lane.stream) for lane in self.lanes)
         try:
             self._inputs.send(devices, ops)
-            for turn in self._turns.of(plan, ops):
+            for turn in self._turns.of(step.plan, ops):
                 part.at = turn.op
                 (part.compute if turn.into < 0 else part.copy)(turn)
         except BaseException as error:
@@ -166,9 +169,11 @@ class StreamLanes:
 class _Part:
     """A part of a step that is being queued."""
 
-    def __init__(self, backend: StreamLanes, devices: Sequence[Device], channels: StreamChannels) -> None:
+    def __init__(
+        self, backend: StreamLanes, devices: Sequence[Device], channels: StreamChannels, clock: StreamClock
+    ) -> None:
         self.api, self.lanes, self.inputs = backend.api, backend.lanes, backend._inputs
-        self.devices, self.channels = devices, channels
+        self.devices, self.channels, self.clock = devices, channels, clock
         self.events: dict[int, Event] = {}
         self.at: Op | None = None
 
@@ -184,8 +189,10 @@ class _Part:
             names = [name for route, count in op.receives for name in coming(route, count - received[route])]
             if names:
                 self._take_over(lane, device, op, names)
+        start = self.api.mark(lane.stream)
         with self.api.on(lane.stream, what=turn.name):
             device.run((op,))
+        self.clock.note(op.task, lane.device, start, self.api.mark(lane.stream))
         if turn.awaited:
             self.events[op.task] = self.api.record(lane.stream)
 
@@ -208,6 +215,7 @@ class _Part:
         payload = device.store[op.source]
         self.channels.now = turn.name, out, into
         device.run((op,))
+        self.clock.note(op.task, out.device, *self.channels.spent)
         done = self.api.record(out.stream)
         into.after([done])
         self.events[op.task] = done
@@ -221,7 +229,8 @@ class StreamChannels(Channels):
     def __init__(self, routes: tuple[Route, ...], backend: StreamLanes) -> None:
         super().__init__(routes)
         self._api = backend.api
-        self.now: tuple[str, StreamLane, StreamLane]
+        self.now: tuple[str, StreamLane, StreamLane]  # the COPY that is being sent: its name and both lanes
+        self.spent: tuple[Any, Any]  # marks around the last one
         self._arrived: dict[Route, deque[tuple[int, str, Any]]] = {route: deque() for route in routes}
         self._taken: list[tuple[str, Any]] = []
 
@@ -234,8 +243,10 @@ class StreamChannels(Channels):
         with self._api.on(into.stream, what=f"memory for {name}"):
             made = copied(payload, lambda tensor: prepared(tensor, into.device, pairs))
         out.after([self._api.record(into.stream)])
+        start = self._api.mark(out.stream)
         with self._api.on(into.stream, out.stream, what=name):
             fill(pairs)
+        self.spent = start, self._api.mark(out.stream)
         self._arrived[route].append((slot, name, made))
 
     def next(self, route: Route, count: int) -> list[str]:
