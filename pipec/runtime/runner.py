@@ -44,7 +44,9 @@ class Runner(Overlapping, Stateful):
     Args:
         pipeline: the Pipeline or Spec that was compiled; its modules are used as they are.
         plan: from :func:`pipec.compile`.
-        devices: one torch device per logical device; by default the CPU for all.
+        devices: one torch device per logical device, all GPUs or all the CPU, the default. Several may be the same
+            GPU. Stages are moved there, their parameters stay the same objects; so is every minibatch. See
+            docs/streams.md.
         optimizer: with ``update="stage"`` a function from a stage's parameters to an optimizer, with
             ``update="all"`` one optimizer, else nothing.
         backend: "threads" (a worker per device), "replay" (one thread), or by default "auto": one thread in the first
@@ -52,9 +54,9 @@ class Runner(Overlapping, Stateful):
             worker per device. "lanes" has a worker per lane (compute, copy out, copy in of every device) and copies
             that really copy, in the order in which streams of GPUs would work. "adversarial" runs one task at a time
             in hostile orders that the plan allows, another one each step, and raises RaceError when a wait is missing.
-            "distributed", the default under an
-            initialised process group of several processes: this process is one device, see docs/distributed.md. The
-            numbers are the same.
+            "cuda", the default for GPUs: lanes are streams that the calling thread fills; without ``devices`` it takes
+            the GPUs there are in turn. "distributed", the default under an initialised process group of several
+            processes: this process is one device, see docs/distributed.md. The numbers are the same.
         mesh: of a distributed run: a DeviceMesh with the dimensions "pp" and, for replicas, "dp"; by default all
             processes in their order.
         outputs: of a distributed run: "owner": outputs are in the results of the rank of their stage; "all": of every
