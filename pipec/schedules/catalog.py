@@ -8,8 +8,9 @@ from typing import Any
 from attrs import fields, frozen
 
 LEGEND = """\
-P devices, M microbatches, v chunks per device; F, B, W: one device's forward and the input and weight
-halves of its backward for one microbatch; c: one hand-over between devices. Bubble: makespan minus busy time.
+P devices, M microbatches, v chunks per device, k slices per microbatch; F, B, W: one device's forward and the input
+and weight halves of its backward for one microbatch; F&B: forward and whole backward run as one; c: one hand-over
+between devices. Bubble: makespan minus busy time.
 Peak: activations held on the worst device, in microbatches, never more than M in synchronous schedules."""
 
 

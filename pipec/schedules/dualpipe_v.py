@@ -14,9 +14,10 @@ Per device, d counted from 0 of P, with a the chunk on the way down and b the on
 5. d+1 times a backward of b and one of a, the second half of them split, the weight halves left for later;
 6. P-d-1 times a weight half and the input half of a; then the weight halves that are left.
 
-With an overlapped pair taking F&B, a chunk being half of a device's work, the bubble is (P-1)(F&B + B - 2W)/2 at
-c = 0; 2P+1 chunk activations are held, P + 1/2 shares. The form is stated for M >= 2P; with fewer microbatches it is
-that of 2P with the others left out.
+In times of a whole device, F&B being a forward and a backward overlapped, the bubble is (P-1)(F&B + B - 2W)/2 at c = 0,
+counted on the last device, which overlaps most; that is for F near B, with an F in place of the B it is exact. 2P+1
+chunk activations are held, P + 1/2 shares. The form is stated for M >= 2P; with fewer microbatches it is that of 2P
+with the others left out.
 """
 
 from __future__ import annotations
