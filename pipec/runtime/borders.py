@@ -191,6 +191,10 @@ class Parcel:
         for other in self._others:
             yield from other.tensors()
 
+    def lone(self) -> Tensor | None:
+        """The sum, when it is one tensor and nothing waits for its turn."""
+        return self._total if isinstance(self._total, Tensor) and not self._waiting else None
+
     def taken(self) -> tuple[Any, Any]:
         """What must be known beside the gradients, and the gradients: for a parcel that leaves the process."""
         return (self._readers, self._left, tuple(self._waiting)), [self._total, *self._waiting.values()]

@@ -194,6 +194,9 @@ class Step:
 
     def backward_inputs(self) -> None:
         """Send the gradients of inputs that require one into the caller's own graph, once for all microbatches."""
+        leaves = (leaf for value in self.batch.values for leaf in flatten(value)[0])
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            return
         columns = [
             [_on_device_of(value, parcel).sum() for parcel in column]
             for value, column in zip(self.batch.values, self.input_gradients, strict=True)

@@ -31,8 +31,8 @@ from pipec.runtime.distributed.wire import (
     dumped,
     fits,
     frame_of,
-    is_lone,
     loaded,
+    lone_of,
     payload_of,
     placed,
     rebuilt,
@@ -215,8 +215,9 @@ class RankChannels:
         link = self._out[route[1]]
         message = link.messages[link.at]
         expected = self._frames.get(self._key(message))
-        if expected is not None and is_lone(expected, payload):
-            self._give(link, message, expected, [payload], EXPECTED, SAME, 0)
+        lone = None if expected is None else lone_of(expected, payload)
+        if expected is not None and lone is not None:
+            self._give(link, message, expected, [lone], EXPECTED, SAME, 0)
             return
         frame, tensors = frame_of(payload)
         if fits(expected, frame):

@@ -70,7 +70,7 @@ class Frame:
     """The form of a message: its tensors, and how they become the value again.
 
     Attributes:
-        kind: "tensor", "packed", "parcel", "none".
+        kind: "tensor", "packed", "sum" (a gradient that is one tensor), "parcel" (any other), "none".
         leaves: the tensors that travel.
         rest: layout, plain leaves and the like; compared only if ``steady``.
         steady: ``rest`` holds only what can be compared.
@@ -103,11 +103,18 @@ class Frame:
         object.__setattr__(self, "room", at if at - HEAD <= JOINT else 0)
 
 
-def is_lone(expected: Frame | None, payload: Any) -> bool:
-    """Whether ``payload`` is the one tensor that is expected: :func:`fits` without making a frame."""
-    if expected is None or expected.kind != "tensor" or type(payload) is not Tensor:
-        return False
-    leaf = expected.leaves[0]
+def lone_of(expected: Frame, payload: Any) -> Tensor | None:
+    """The one tensor of ``payload`` when it is a tensor, or a gradient that is a sum, of just the expected form."""
+    if expected.kind == "sum":
+        if type(payload) is not Parcel or payload.lone() is None or payload.taken()[0] != expected.rest:
+            return None
+        payload = payload.lone()
+    elif expected.kind != "tensor":
+        return None
+    return payload if type(payload) is Tensor and _has_form(payload, expected.leaves[0]) else None
+
+
+def _has_form(payload: Tensor, leaf: Leaf) -> bool:
     return bool(
         payload.shape == leaf.size and payload.dtype is leaf.dtype and payload.requires_grad == leaf.grad
         and payload.stride() == leaf.stride and _plain(payload)
@@ -120,6 +127,8 @@ def frame_of(payload: Any) -> tuple[Frame, list[Tensor]]:
         return Frame("tensor", (leaf_of(payload),)), [payload]
     if payload is None:
         return Frame("none", ()), []
+    if isinstance(payload, Parcel) and (lone := payload.lone()) is not None and _plain(lone):
+        return Frame("sum", (leaf_of(lone),), payload.taken()[0]), [lone]
     if isinstance(payload, Parcel):
         kind, head, value = "parcel", *payload.taken()
         leaves, layout = flatten(value)
@@ -137,8 +146,8 @@ def fits(expected: Frame | None, frame: Frame) -> bool:
     """Whether a message is what its receiver expects, so that bytes are all it needs."""
     if expected is None or expected.kind != frame.kind or expected.leaves != frame.leaves:
         return False
-    if frame.rest is None:
-        return expected.rest is None
+    if frame.rest is None or frame.kind == "sum":
+        return bool(expected.rest == frame.rest)
     return frame.steady and expected.steady and _same(expected.rest, frame.rest)
 
 
@@ -248,6 +257,8 @@ def payload_of(frame: Frame, tensors: Sequence[Tensor]) -> Any:
         return tensors[0]
     if frame.kind == "none":
         return None
+    if frame.kind == "sum":
+        return Parcel.given(frame.rest, [tensors[0]])
     head, layout, others = frame.rest
     rest = iter(tensors)
     leaves = [next(rest) if leaf is HOLE else leaf for leaf in others]
