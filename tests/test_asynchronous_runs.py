@@ -321,3 +321,29 @@ def test_random_delays_are_those_drawn() -> None:
                           backward=lambda run, stage, version, _: run.versions[stage][version])
         expected.run(run.plan, given)
     assert same(state(mine), state(expected.modules))
+
+
+@pytest.mark.parametrize("backend", ["replay", "threads"])
+def test_trace_shows_the_last_step(backend: str, tmp_path: Any) -> None:
+    with runner(stages(), "pipemare", 2, backend=backend) as run:
+        with pytest.raises(pipec.RunError, match="nothing was measured yet"):
+            run.trace()
+        for batch in batches(8):
+            run.step(**batch)
+        timeline = run.trace()
+        tasks = [str(task) for device in range(3) for task in timeline.plan.compute(device)]
+        # a steady step: two forwards and backwards and one update of every stage
+        assert sorted(task[1] for task in tasks) == ["B"] * 6 + ["F"] * 6 + ["U"] * 3
+        assert (timeline.end >= timeline.start).all()
+        assert timeline.end.max() > 0
+        timeline.draw(tmp_path / "step.svg")
+        timeline.to_chrome_trace(tmp_path / "step.json")
+        assert (tmp_path / "step.svg").stat().st_size > 0
+
+
+def test_tasks_show_in_the_profiler() -> None:
+    with runner(stages()) as run, torch.profiler.profile() as profiler:
+        for batch in batches(3):
+            run.step(**batch)
+    names = {event.name for event in profiler.events()}
+    assert {"pipec 0F0 a", "pipec 2B0 c", "pipec 2U0 c"} <= names

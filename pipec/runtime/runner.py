@@ -328,9 +328,13 @@ class Runner(Overlapping, Stateful):
     def trace(self) -> Timeline:
         """The measured timeline of the last training step, in milliseconds. Over ranks all of them call it.
 
+        With an asynchronous plan it shows the tasks of that step only, or of the flush after it.
+
         Raises:
             RunError: there was no step yet.
         """
+        if self._flow is not None and self._flow.measured is not None:
+            return measured(*self._flow.measured_part())
         if self._last is None:
             raise RunError("nothing was measured yet: run a step first")
         plan, step = self._last

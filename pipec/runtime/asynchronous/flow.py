@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -14,6 +15,7 @@ from pipec.ir import Plan
 from pipec.runtime.asynchronous import rescheduling as rates
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.device import OverlappedDevice
+from pipec.runtime.asynchronous.part import part
 from pipec.runtime.asynchronous.program import Segment, build_steps
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.asynchronous.result import AsynchronousResult, Finished, result_of
@@ -49,6 +51,7 @@ class Flow:
         self.window: Window | None = None
         self.fed = 0
         self.pending: list[Finished] = []
+        self.measured: tuple[Segment, list[int], list[int]] | None = None  # the last step's tasks and their times
         self._known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self._devices: list[OverlappedDevice] = []
         self._channels = Channels(self.steps.routes)
@@ -119,6 +122,13 @@ class Flow:
         found, self.pending = self.pending, []
         return result_of(self.spec, self.plan.minibatch, found)
 
+    def measured_part(self) -> tuple[Plan, list[int], list[int]]:
+        """The last step's tasks as a plan, and when each began and ended."""
+        assert self.measured is not None
+        segment, starts, ends = self.measured
+        rows = np.asarray(sorted(op.task for lane in segment.ops for op in lane), np.int64)
+        return part(self.plan, rows), [starts[row] for row in rows.tolist()], [ends[row] for row in rows.tolist()]
+
     def drop(self) -> None:
         """Forget everything in flight."""
         self.window, self.fed, self._devices = None, 0, []
@@ -166,6 +176,7 @@ class Flow:
         window.starts, window.ends = [0] * size, [0] * size
         failure = run(self._devices, segment.ops, self._channels)
         if failure is None:
+            self.measured = segment, window.starts, window.ends
             assert self._shared is not None
             try:
                 self._shared.check()
