@@ -13,6 +13,8 @@ from models import same
 from torch import Tensor, nn
 
 import pipec
+from pipec.rules import Live
+from pipec.runtime.asynchronous.rules import Half
 
 WIDTH = 4
 Modules = Callable[[], list[nn.Module]]
@@ -292,3 +294,50 @@ def test_recompute_by_segments_is_corrected_for_its_own_delay(microbatches: int,
         return [torch.sub(w, d, alpha=factor) for w, d in zip(weights, deltas, strict=True)]
 
     check("mlp", pipec.PipeMare(segments=size), microbatches, "sgd", byhand=True, recompute_weights=recompute, **own)
+
+
+# -- a rule of one's own -------------------------------------------------------------------------------------------
+
+
+class AveragedHalf(Half):
+    """Forwards read the mean of the newest weights and those before the last update."""
+
+    def makes(self, stage: int) -> bool:
+        return True
+
+    def forward(self, weights: Any, version: int, ahead: int, optimizer: Any) -> Any:
+        newest, old = weights.of(version).tensors, weights.buffers.get("old")
+        return weights.of(version) if old is None else weights.leaves(
+            [torch.lerp(w.detach(), o, 0.5) for w, o in zip(newest, old, strict=True)])
+
+    def update(self, weights: Any, advance: Any) -> None:
+        weights.buffers["old"] = [p.detach().clone() for p in weights.parameters]
+        advance(1.0)
+
+
+class Averaged(Live):
+    name = "averaged"
+    half = AveragedHalf
+
+
+class AveragedSchedule:
+    name, asynchronous, weights = "averaged", True, Averaged()
+
+    def order(self, problem: Any) -> Any:
+        return pipec.LiveWeights().order(problem)
+
+
+def test_a_rule_of_ones_own() -> None:
+    def averaged(run: Replay, stage: int, version: int, _: int) -> list[Tensor]:
+        own = run.versions[stage]
+        return own[version] if version == 0 else [
+            torch.lerp(w, o, 0.5) for w, o in zip(own[version], own[version - 1], strict=True)]
+
+    given, modules = batches(6, rows=4), made("mlp")
+    mine = copy.deepcopy(modules)
+    losses, plan = trained(mine, AveragedSchedule(), 2, OPTIMIZERS["sgd"], given)
+    expected = Replay(modules, OPTIMIZERS["sgd"], mixed=True, forward=averaged,
+                      backward=lambda run, stage, version, _: run.versions[stage][version])
+    expected.run(plan, given)
+    assert same(losses, expected.losses)
+    assert same(state(mine), state(expected.modules))

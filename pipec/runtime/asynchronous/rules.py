@@ -46,7 +46,7 @@ class Half:
         return self.rule.name in ("stash", "2bw") or bool(getattr(self.rule, "stash", False))
 
     def makes(self, stage: int) -> bool:
-        """Whether backwards of the stage read weights that are no version."""
+        """Whether a backward of the stage reads other weights than made its graph even where the version is the same."""
         return False
 
     def check(self, weights: StageWeights, optimizer: Optimizer | None) -> None:
