@@ -46,7 +46,7 @@ class Half:
         return self.rule.name in ("stash", "2bw") or bool(getattr(self.rule, "stash", False))
 
     def makes(self, stage: int) -> bool:
-        """Whether a backward of the stage reads other weights than made its graph even where the version is the same."""
+        """Whether a backward of the stage reads other weights than made its graph, under the same version too."""
         return False
 
     def check(self, weights: StageWeights, optimizer: Optimizer | None) -> None:
