@@ -3,8 +3,8 @@
     python benchmarks/asynchronous.py [--rounds 21] [--only steady emulation] [--markdown]
 
 *Steady state*: on two CPU threads one step of a full asynchronous pipeline against one of 1f1b and gpipe, the same
-model and minibatch, optimizer steps included, M = 2, 4, 8 microbatches; beside it what ``plan.simulate`` predicts from a
-profile. One step of each per round; ratios are taken within a round and their median is given, with the quartiles in
+model and minibatch, optimizer steps included, M = 2, 4, 8 microbatches; beside it what ``plan.simulate`` predicts from
+a profile. One step of each per round; ratios are taken within a round and their median is given, with the quartiles in
 brackets. *Emulation*: the replay backend runs the plan of 107 devices, a convolution layer each, in one thread, against
 a plain loop over the same microbatches with the same optimizers.
 """

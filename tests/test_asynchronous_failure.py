@@ -340,7 +340,7 @@ def tensors() -> int:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_nothing_grows_over_300_steps(name: str) -> None:
     batch = batches(1)[0]
-    with runner(stages(dropout=0.1), SCHEDULES[name], recompute={"b": "always"}) as run:
+    with runner(stages(2, dropout=0.1), SCHEDULES[name], 2, recompute={"b": "always"}) as run:
         for _ in range(20):
             run.step(**batch)
         gc.collect()
