@@ -155,11 +155,11 @@ class Runner(Overlapping, Stateful):
             return self._step(args, inputs)
 
     def _step(self, args: Sequence[Any], inputs: dict[str, Any]) -> Result:
-        if not self.plan.training:
+        if self._flow is None and not self.plan.training:
             raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
-        if self.plan.asynchronous:
+        if self._flow is not None:
             return self._overlap(args, inputs)
         trained = self._party.trained(self.stages)
         used = [own for own, info in zip(trained, self.plan.graph.stages, strict=True) if info.backward]

@@ -79,8 +79,10 @@ class Flow:
             BaseException: what a task raised. What was in flight is dropped then.
         """
         packets = batch.packets()
+        if self.window is not None:
+            check_trained(self.weights)
         options = {stage: rates.options_of(optimizer) for stage, optimizer in self.optimizers.items()}
-        flight = flight_of(batch, random, self.plan.update_every, options)
+        flight = flight_of(batch, random, self.steps.every, options)
         if self.window is None:
             self._begin()
         window = self.window
@@ -238,6 +240,16 @@ def lost(flights: Sequence[Flight]) -> str:
     updated = "; updated already: " + "; ".join(told) if told else "; no stage was updated with any of them"
     return f"pipec: minibatches in flight are lost: {numbers}{updated if flights else ''}. The next step begins with " \
            "an empty pipeline"
+
+
+def check_trained(weights: Sequence[StageWeights]) -> None:
+    """Raise RunError for parameters that were frozen while minibatches that use them are in flight."""
+    problems = [
+        Problem(f"{own.stage.name}.{name} does not require a gradient any more")
+        for own in weights for name, p in zip(own.names, own.parameters, strict=True) if not p.requires_grad
+    ]
+    what = "parameters changed while minibatches are in flight; call run.flush() before freezing"
+    raise_all(what, problems, RunError, most=8)
 
 
 def check_gradients(weights: Sequence[StageWeights]) -> None:

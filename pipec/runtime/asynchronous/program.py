@@ -90,13 +90,14 @@ class Steps:
     slots: tuple[int, ...]
     routes: tuple[Route, ...]
     period: dict[Route, int]  # hand-overs per steady step, by route
+    every: int  # backwards per update
     _made: tuple[Op, ...]
     _periods: Periods
     _flushes: dict[int, Segment] = field(factory=dict)
 
     @property
     def updates(self) -> int:
-        return self.plan.minibatch // self.plan.update_every
+        return self.plan.minibatch // self.every
 
     def flush(self, minibatches: int) -> Segment:
         """What is left to run after that many steps, at most ``len(self.segments)``."""
@@ -160,7 +161,7 @@ def build_steps(plan: Plan, delayed: bool = False) -> Steps:
     period = {route: sum(op.kind is Kind.COPY and op.route == route for row in steady.ops for op in row)
               for route in sent}
     return Steps(plan, half, delays, staleness, tuple(segments), _readings(plan, half, delayed), _keeps(plan),
-                 tuple(own.size for own in slots), tuple(sorted(sent)), period, ops, made)
+                 tuple(own.size for own in slots), tuple(sorted(sent)), period, plan.update_every, ops, made)
 
 
 def _segment(

@@ -72,7 +72,7 @@ class Window:
         plan = steps.plan
         self.steps, self.plan, self.half, self.readings = steps, plan, steps.half, steps.readings
         self.weights, self.optimizers = weights, optimizers
-        self.minibatch, self.every = plan.minibatch, plan.update_every
+        self.minibatch, self.every = plan.minibatch, steps.every
         count = plan.microbatches
         self.inputs: list[list[Any]] = [[None] * count for _ in spec.inputs]
         self.outputs: list[list[Any]] = [[None] * count for _ in spec.outputs]
