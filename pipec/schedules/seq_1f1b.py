@@ -49,4 +49,6 @@ class SeqOneFOneB:
         lists = per_device(problem, [
             slices_in_turn(c, count - c - 1 + slices, problem.microbatches, slices) for c in range(count)
         ])
+        if slices == 1:
+            return lists
         return [[(kind, chunk, *divmod(unit, slices)) for kind, chunk, unit in row] for row in lists]
