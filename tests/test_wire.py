@@ -124,7 +124,8 @@ def base(rows: int) -> Tensor:
 SHAPES: dict[str, Callable[[Tensor], Any]] = {
     "turned": lambda h: h.t(), "every second": lambda h: h[:, ::2], "wide": lambda h: h[:, :1].expand(-1, 5),
     "both": lambda h: h[:, None, ::2].expand(-1, 3, -1), "channels last": lambda h: h.view(-1, 2, 2, 2).contiguous(
-        memory_format=torch.channels_last), "scalar": lambda h: h.sum(), "empty": lambda h: h[:0],
+        memory_format=torch.channels_last), "scalar": lambda h: h.sum(),
+    "one row": lambda h: h[:1].expand(len(h), -1), "empty": lambda h: h[:0],
     "windows": lambda h: h.detach().flatten().unfold(0, 4, 2), "booleans": lambda h: h.detach() > 0,
     "complex": lambda h: torch.complex(h, h), "conjugate": lambda h: torch.complex(h, h).conj(),
     "half": lambda h: h.detach().to(torch.bfloat16), "sparse": lambda h: h.detach().to_sparse(), "large": lambda h: (

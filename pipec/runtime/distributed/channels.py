@@ -29,12 +29,12 @@ from pipec.runtime.distributed.wire import (
     Frame,
     as_bytes,
     dumped,
+    fill,
     fits,
     frame_of,
     loaded,
     lone_of,
     payload_of,
-    placed,
     rebuilt,
 )
 from pipec.runtime.program import Op, Route
@@ -217,17 +217,16 @@ class RankChannels:
         expected = self._frames.get(self._key(message))
         lone = None if expected is None else lone_of(expected, payload)
         if expected is not None and lone is not None:
-            self._give(link, message, expected, [lone], EXPECTED, SAME, 0)
+            self._give(link, message, self._packed(expected, [lone]))
             return
         frame, tensors = frame_of(payload)
         if fits(expected, frame):
-            self._give(link, message, frame, tensors, EXPECTED, SAME, 0)
+            self._give(link, message, self._packed(frame, tensors))
             return
         blob = dumped(frame, message.what)
+        buffers = self._packed(frame, tensors) if frame.leaves else []  # what can fail comes before the first send
         self._unfilled(link, message, expected, CHANGED, len(blob))
-        self._send(link, [blob], FOLLOWING)
-        if frame.leaves:
-            self._give(link, message, frame, tensors, FOLLOWING, SAME, 0)
+        self._send(link, [blob, *buffers], FOLLOWING)
         self.learned[self._key(message)] = frame
 
     def _unfilled(self, link: Link, message: Message, expected: Frame | None, status: int, length: int) -> None:
@@ -237,27 +236,21 @@ class RankChannels:
         self._send(link, buffers, EXPECTED)
         link.at += 1
 
-    def _give(
-        self, link: Link, message: Message, frame: Frame, tensors: list[Tensor], tag: int, status: int, length: int
-    ) -> None:
-        if not frame.leaves or frame.room:
-            joint = torch.empty(frame.room if frame.leaves else HEAD, dtype=torch.uint8, device=self._device)
-            for number, (tensor, at) in enumerate(zip(tensors, frame.offsets, strict=True)):
-                narrow = tensor.detach()
-                if frame.gaps[number]:
-                    size = [1 if stride == 0 else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-                    narrow = narrow.as_strided(size, tensor.stride())
-                    placed(frame, number, joint, at).as_strided(size, frame.dense[number]).copy_(narrow)
-                else:
-                    placed(frame, number, joint, at).copy_(narrow)
-            buffers = [joint]
-        else:
-            head = torch.empty(HEAD, dtype=torch.uint8)
-            buffers = [head, *(as_bytes(t) for t, leaf in zip(tensors, frame.leaves, strict=True) if leaf.nbytes)]
-        self._head(buffers[0], link, message, status, length)
-        self._send(link, buffers, tag)
-        if tag == EXPECTED:
-            link.at += 1
+    def _give(self, link: Link, message: Message, buffers: list[Tensor]) -> None:
+        """Send a message of the form that is expected."""
+        self._head(buffers[0], link, message, SAME, 0)
+        self._send(link, buffers, EXPECTED)
+        link.at += 1
+
+    def _packed(self, frame: Frame, tensors: list[Tensor]) -> list[Tensor]:
+        """The buffers of a message, room for its header in the first."""
+        if frame.leaves and not frame.room:
+            parts = (as_bytes(t) for t, leaf in zip(tensors, frame.leaves, strict=True) if leaf.nbytes)
+            return [torch.empty(HEAD, dtype=torch.uint8), *parts]
+        joint = torch.empty(frame.room if frame.leaves else HEAD, dtype=torch.uint8, device=self._device)
+        for number, (tensor, at) in enumerate(zip(tensors, frame.offsets, strict=True)):
+            fill(frame, number, joint, at, tensor.detach())
+        return [joint]
 
     def _head(self, buffer: Tensor, link: Link, message: Message, status: int, length: int) -> None:
         back = self._in.get(link.peer)

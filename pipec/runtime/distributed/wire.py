@@ -234,6 +234,15 @@ def placed(frame: Frame, number: int, data: Tensor, offset: int = 0) -> Tensor:
     return made
 
 
+def fill(frame: Frame, number: int, data: Tensor, offset: int, tensor: Tensor) -> None:
+    """Write the elements of the tensor ``number`` of ``frame`` to ``offset`` of ``data``, each once."""
+    leaf, there = frame.leaves[number], placed(frame, number, data, offset)
+    if 0 in leaf.stride:
+        size = [1 if stride == 0 else n for n, stride in zip(leaf.size, leaf.stride, strict=True)]
+        there, tensor = there.as_strided(size, frame.dense[number]), tensor.as_strided(size, tensor.stride())
+    there.copy_(tensor)
+
+
 def rebuilt(frame: Frame, number: int, data: Tensor, offset: int = 0) -> Tensor:
     """The tensor ``number`` of ``frame`` whose bytes begin at ``offset`` of ``data``."""
     leaf = frame.leaves[number]
