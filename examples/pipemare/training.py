@@ -1,0 +1,104 @@
+"""One training run through pipec: a network, a method, a learning rate and a seed, in; figures out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import nets
+import sets
+import torch
+import torch.nn.functional as F
+from methods import Method
+from torch import Tensor
+
+import pipec
+
+Rows = sets.Rows
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network and its data; ``epoch`` is the number of updates that are called an epoch."""
+
+    name: str
+    parts: Callable[[], list[nets.Part]]
+    inputs: tuple[str, ...]
+    data: Callable[[], dict[str, Rows]]
+    batch: int
+    epoch: int
+
+    def pipeline(self) -> pipec.Pipeline:
+        return nets.pipeline(self.name, self.parts(), self.inputs, "target", score_loss)
+
+
+def score_loss(scores: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of images or of rows of letters."""
+    return F.cross_entropy(scores.flatten(0, -2), target.flatten())
+
+
+DIGITS = Task("digits", nets.digits_resnet, ("image",), cache(sets.digits), 40, 24)
+LETTERS = Task("letters", lambda: nets.char_transformer(len(sets.LETTERS), length=sets.LENGTH), ("text",),
+               cache(sets.text), 32, 24)
+TASKS = {task.name: task for task in (DIGITS, LETTERS)}
+
+
+def rate(update: int, updates: int, rise: int) -> float:
+    """The part of the learning rate at an update: a linear rise in the first epoch, then half a cosine to zero."""
+    if update < rise:
+        return (update + 1) / rise
+    return 0.5 * (1.0 + math.cos(math.pi * (update - rise) / (updates - rise)))
+
+
+def optimizer(method: Method, lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+    if method.optimizer == "adamw":
+        return lambda own: torch.optim.AdamW(own, lr=lr, weight_decay=0.0)
+    momentum = 0.0 if method.schedule == "nesterov" else method.momentum  # its rule brings the momentum
+    return lambda own: torch.optim.SGD(own, lr=lr, momentum=momentum)
+
+
+def train(task: Task, method: Method, lr: float, seed: int, epochs: float, use: str = "test") -> dict[str, Any]:
+    """Train and evaluate.
+
+    Returns:
+        ``accuracy`` and ``loss`` on the rows of ``use``, ``losses``: the training loss of each minibatch, ``seconds``,
+        ``asynchronous``: the part of the updates that were. A run that diverges stops and says so with a loss of inf.
+    """
+    torch.manual_seed(seed)
+    net, data, updates = task.pipeline(), task.data(), round(epochs * task.epoch)
+    devices, began = len(net.spec.stages), time.perf_counter()
+    calm = pipec.compile(net, devices, method.microbatches, schedule="1f1b", update="stage")
+    plan = pipec.compile(net, devices, method.microbatches, schedule=method.policy(), update="stage")
+    first = round(method.warm * updates) if method.asynchronous else updates
+    steps = pipec.Rescheduling(steps=round(method.reschedule * updates)) if method.reschedule else None
+    rows = sets.batches(data["train"], task.batch, torch.Generator().manual_seed(1000 + seed))
+    losses: list[float] = []
+    with pipec.Runner(net, calm if first else plan, ["cpu"] * devices, optimizer(method, lr), backend="replay",
+                      rescheduling=steps, seed=seed) as run:
+        schedulers = [torch.optim.lr_scheduler.LambdaLR(own, lambda update: rate(update, updates, task.epoch))
+                      for own in run.optimizers.values()]
+        for update in range(updates):
+            if update == first and first:
+                run.switch(plan)
+            losses += finished(run.step(*next(rows)))
+            if losses and not losses[-1] < 50.0:
+                return {"accuracy": 0.0, "loss": math.inf, "losses": losses, "diverged": update,
+                        "seconds": time.perf_counter() - began, "asynchronous": 1.0 - first / updates}
+            for scheduler in schedulers:
+                scheduler.step()
+        if method.asynchronous:
+            losses += finished(run.flush())
+        x, y = data[use]
+        result = run.evaluate(x, y)
+        right = (result.output.argmax(-1) == y).float().mean()
+    return {"accuracy": float(right), "loss": float(result.loss), "losses": losses,
+            "seconds": time.perf_counter() - began, "asynchronous": 1.0 - first / updates}
+
+
+def finished(result: Any) -> list[float]:
+    """The training losses of the minibatches that a step finished: none while a pipeline fills."""
+    return [float(result.loss)] if result.losses else []
