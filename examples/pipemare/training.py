@@ -48,7 +48,7 @@ TASKS = {task.name: task for task in (DIGITS, LETTERS)}
 
 
 def rate(update: int, updates: int, rise: int) -> float:
-    """The part of the learning rate at an update: a linear rise in the first epoch, then half a cosine to zero."""
+    """The part of the learning rate at an update: a linear rise in the first updates, then half a cosine to zero."""
     if update < rise:
         return (update + 1) / rise
     return 0.5 * (1.0 + math.cos(math.pi * (update - rise) / (updates - rise)))
@@ -79,17 +79,16 @@ def train(task: Task, method: Method, lr: float, seed: int, epochs: float, use: 
     losses: list[float] = []
     with pipec.Runner(net, calm if first else plan, ["cpu"] * devices, optimizer(method, lr), backend="replay",
                       rescheduling=steps, seed=seed) as run:
-        schedulers = [torch.optim.lr_scheduler.LambdaLR(own, lambda update: rate(update, updates, task.epoch))
-                      for own in run.optimizers.values()]
+        groups = [group for own in run.optimizers.values() for group in own.param_groups]
         for update in range(updates):
             if update == first and first:
                 run.switch(plan)
+            for group in groups:
+                group["lr"] = lr * rate(update, updates, min(task.epoch, updates // 4))
             losses += finished(run.step(*next(rows)))
             if losses and not losses[-1] < 50.0:
                 return {"accuracy": 0.0, "loss": math.inf, "losses": losses, "diverged": update,
                         "seconds": time.perf_counter() - began, "asynchronous": 1.0 - first / updates}
-            for scheduler in schedulers:
-                scheduler.step()
         if method.asynchronous:
             losses += finished(run.flush())
         x, y = data[use]
