@@ -102,7 +102,7 @@ def transformer(letters: int = 32, width: int = 16, layers: int = 6, heads: int 
     for number in range(layers):
         layer(f"encoder{number} ", None)
     memory = parts[-1].name
-    parts.append(Part("target", Letters(letters, width, length), ("shifted",)))
+    parts.append(Part("answer", Letters(letters, width, length), ("shifted",)))
     for number in range(layers):
         layer(f"decoder{number} ", memory)
     return [*parts, Part("output", nn.Linear(width, letters), (parts[-1].name,))]

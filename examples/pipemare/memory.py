@@ -2,65 +2,48 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import numpy as np
-
 import pipec
-from pipec.ir import Buffer
 
-# What SGD with momentum and AdamW hold of every weight without any pipeline: weight, gradient, and one or two states.
-HELD = {"momentum": 3, "adamw": 4}
-PIPELINES = {"ResNet": (107, 8, "momentum"), "Transformer": (93, 19, "adamw")}
+# Stages, microbatches, and states that the optimizer holds of every weight: one with momentum, two with AdamW.
+PIPELINES = {"ResNet": (107, 8, 1), "Transformer": (93, 19, 2)}
 SCHEDULES = {
     "GPipe": "gpipe",
     "PipeDream": pipec.PipeDream(),
     "PipeDream-2BW": pipec.PipeDream2BW(),
     "PipeMare": pipec.PipeMare(),
+    "PipeMare, recompute": pipec.PipeMare(segments=10),
 }
 
 
-def versions(plan: pipec.Plan, timeline: pipec.Timeline) -> list[int]:
-    """Per device the most weight versions alive at once, the newest included."""
-    buffers, made = plan.buffers, []
-    for device in range(plan.devices):
-        own = np.flatnonzero((buffers.kind == Buffer.WEIGHT) & (buffers.device == device))
-        begin, end = timeline.start[buffers.writer[own]], timeline.end[buffers.free[own]]
-        alive = [int(((begin <= at) & (at < end)).sum()) for at in begin]
-        made.append(1 + max(alive, default=0))
-    return made
-
-
-def row(stages: int, microbatches: int, schedule: Any, held: int) -> dict[str, float]:
+def row(stages: int, microbatches: int, schedule: Any, states: int) -> dict[str, float]:
     """Figures of one pipeline of equal stages.
 
     Returns:
-        ``utilisation``: useful time by all time, of the steady period where there is one. ``memory``: weights,
-        gradients, optimizer states, delta and stash over all devices, by that without a pipeline. ``versions``: the
-        most on one device. ``activations``: microbatches held on all devices together.
+        ``utilisation``: useful time by all time, of the steady period where there is one; recompute is not useful.
+        ``memory``: weights, gradients, optimizer states, delta and stash of all devices, by weights, gradients and
+        states alone. ``versions``: of weights, on the device with most. ``activations``: held on all devices together.
     """
-    began = time.perf_counter()
-    plan = pipec.compile(pipec.chain(stages), stages, microbatches, schedule=schedule, update="stage")
+    costs = pipec.Costs(stages={f"s{number}": {"weight_bytes": 1000} for number in range(stages)}, optimizer=states)
+    plan = pipec.compile(pipec.chain(stages), stages, microbatches, schedule, update="stage", costs=costs)
     timeline = plan.simulate()
-    kept = versions(plan, timeline)
-    delta = stages if plan.weights.startswith("corrected") else 0
+    held = timeline.weight_memory
+    assert held is not None
     return {
         "utilisation": 1.0 - timeline.bubble,
-        "memory": (held * stages + sum(kept) - stages + delta) / (held * stages),
-        "versions": max(kept),
+        "memory": sum(own.total for own in held) / (1000 * (2 + states) * stages),
+        "versions": max(1 + own.stash // 1000 for own in held),
         "activations": sum(timeline.peak_share),
-        "tasks": len(plan),
-        "seconds": time.perf_counter() - began,
     }
 
 
-def table() -> dict[str, dict[str, dict[str, Any]]]:
-    """All rows by pipeline and schedule; 2BW with as many microbatches as it needs."""
+def table(quick: bool = False) -> dict[str, dict[str, dict[str, Any]]]:
+    """All rows by pipeline and schedule; 2BW with as many microbatches as it needs. ``quick``: pipelines of a tenth."""
     made: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, (stages, microbatches, optimizer) in PIPELINES.items():
-        made[name] = {}
+    for name, (full, microbatches, states) in PIPELINES.items():
+        made[name], stages = {}, full // 10 if quick else full
         for label, schedule in SCHEDULES.items():
             count = max(microbatches, stages) if label == "PipeDream-2BW" else microbatches
-            made[name][label] = {"microbatches": count, **row(stages, count, schedule, HELD[optimizer])}
+            made[name][label] = {"microbatches": count, **row(stages, count, schedule, states)}
     return made

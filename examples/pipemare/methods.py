@@ -20,12 +20,14 @@ ASYNCHRONOUS = {
 class Method:
     """A way to train.
 
-    ``microbatches``: per minibatch. ``inflight``, ``correction`` (T2): of the asynchronous schedule. ``reschedule``
-    (T1): K as a part of all updates; 0 is without. ``warm`` (T3): the part of all updates that are synchronous.
+    ``microbatches``: per minibatch. ``devices``: 0 is one for every stage. ``inflight``, ``correction`` (T2): of the
+    asynchronous schedule. ``reschedule`` (T1): K as a part of all updates; 0 is without. ``warm`` (T3): the part of all
+    updates that are synchronous. ``momentum``: of SGD, the first beta of AdamW.
     """
 
     schedule: str = "1f1b"
     microbatches: int = 4
+    devices: int = 0
     inflight: str = "full"
     correction: float | None = None
     reschedule: float = 0.0
@@ -48,17 +50,19 @@ class Method:
                         if value != plain[name] or name == "schedule")
 
 
-MARE = Method("pipemare")
-T1, T2, T3 = {"reschedule": 0.25}, {"correction": 0.135}, {"warm": 0.2}
-
-# Part (b) and (c) of the report, in this order.
-COMPARED = {
-    "synchronous": Method(),
-    "PipeMare, no correction": MARE,
-    "T1": replace(MARE, **T1),
-    "T1 + T2": replace(MARE, **T1, **T2),
-    "T1 + T3": replace(MARE, **T1, **T3),
-    "T1 + T2 + T3": replace(MARE, **T1, **T2, **T3),
-    "PipeDream": Method("pipedream"),
-    "weight prediction": Method("predicted", inflight="1f1b"),
-}
+def compared(microbatches: int, optimizer: str, reschedule: float) -> dict[str, Method]:
+    """The methods of parts (b) and (c), in this order; 2BW on as many devices as it can have."""
+    plain = Method(microbatches=microbatches, optimizer=optimizer)
+    mare = replace(plain, schedule="pipemare")
+    t1, t2, t3 = {"reschedule": reschedule}, {"correction": 0.135}, {"warm": 0.2}
+    return {
+        "synchronous": plain,
+        "no correction": mare,
+        "T1": replace(mare, **t1),
+        "T1 + T2": replace(mare, **t1, **t2),
+        "T1 + T3": replace(mare, **t1, **t3),
+        "T1 + T2 + T3": replace(mare, **t1, **t2, **t3),
+        "PipeDream": replace(plain, schedule="pipedream"),
+        "2BW": replace(plain, schedule="pipedream-2bw", devices=microbatches),
+        "weight prediction": replace(plain, schedule="predicted", inflight="1f1b"),
+    }

@@ -86,7 +86,7 @@ def digits_resnet(width: int = 8, blocks: tuple[int, ...] = (3, 3, 2), classes: 
     return parts
 
 
-# -- a character Transformer: 14 stages ------------------------------------------------------------------------
+# -- a character Transformer: 10 stages ------------------------------------------------------------------------
 
 
 class Embed(nn.Module):
@@ -135,8 +135,8 @@ class Widen(nn.Module):
         return F.gelu(self.linear(self.norm(x)))
 
 
-def char_transformer(letters: int, width: int = 32, blocks: int = 3, heads: int = 4, length: int = 32) -> list[Part]:
-    """An embedding, four stages for each block, and the head: 14 stages with three blocks."""
+def char_transformer(letters: int, width: int = 32, blocks: int = 2, heads: int = 4, length: int = 32) -> list[Part]:
+    """An embedding, four stages for each block, and the head: 10 stages with two blocks."""
     parts = [Part("embed", Embed(letters, width, length), ("text",))]
     for block in range(blocks):
         before = parts[-1].name

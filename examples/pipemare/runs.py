@@ -1,0 +1,102 @@
+"""Which training runs the report is made of, and where their figures are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from methods import Method, compared
+from training import DIGITS, LETTERS, Task, train
+
+POINTS = 48  # of a training curve
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of one method."""
+
+    task: Task
+    label: str
+    method: Method
+    lr: float
+    seed: int
+    epochs: float
+    use: str = "test"
+
+    def key(self) -> str:
+        return (f"{self.task.name}: {self.method.key()} lr={self.lr} seed={self.seed} epochs={self.epochs:g} "
+                f"use={self.use}")
+
+
+def table_runs(task: Task, methods: dict[str, Method], rates: Sequence[float], epochs: float,
+               seeds: Sequence[int] = SEEDS) -> list[Run]:
+    return [Run(task, label, method, lr, seed, epochs)
+            for seed in seeds for label, method in methods.items() for lr in rates]
+
+
+ALL = Method("pipemare", correction=0.135, warm=0.2)
+DIGITS_BEST = {
+    "synchronous, SGD": (Method(), 0.1),
+    "T1 + T2 + T3, AdamW": (replace(ALL, optimizer="adamw", reschedule=0.8), 0.01),
+    "synchronous, AdamW": (Method(optimizer="adamw"), 0.01),
+    "T1 + T2 + T3, 1f1b, SGD": (replace(ALL, inflight="1f1b", reschedule=0.25), 0.1),
+}
+LETTERS_BEST = {
+    "synchronous, AdamW": (Method(optimizer="adamw", devices=4), 0.01),
+    "T1 + T2 + T3, 1f1b, AdamW beta 0.5": (
+        replace(ALL, inflight="1f1b", devices=4, optimizer="adamw", momentum=0.5, reschedule=0.8), 0.01),
+}
+
+
+def best_runs(task: Task, methods: dict[str, tuple[Method, float]], epochs: float) -> list[Run]:
+    return [Run(task, label, method, lr, seed, epochs) for label, (method, lr) in methods.items() for seed in SEEDS]
+
+
+PARTS: dict[str, list[Run]] = {
+    "digits best": best_runs(DIGITS, DIGITS_BEST, 24),
+    "letters best": best_runs(LETTERS, LETTERS_BEST, 16),
+    "digits": table_runs(DIGITS, compared(4, "momentum", 0.25), (0.03, 0.1), 12),
+    "letters": table_runs(LETTERS, compared(2, "adamw", 0.625), (0.003, 0.01), 8),
+}
+
+
+class Results:
+    """Figures by run, in a JSON file that is written after every run, so that a stopped report goes on where it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+    def put(self, key: str, row: Any) -> None:
+        self.rows[key] = row
+        text = ",\n".join(f"{json.dumps(name)}: {json.dumps(own)}" for name, own in self.rows.items())
+        self.path.write_text("{\n" + text + "\n}\n", encoding="utf-8")
+
+    def complete(self, runs: Sequence[Run], tell: Callable[[str], object]) -> None:
+        """Do the runs that are not there yet."""
+        missing = [run for run in runs if run.key() not in self.rows]
+        for number, run in enumerate(missing, 1):
+            row = train(run.task, run.method, run.lr, run.seed, run.epochs, run.use)
+            row["curve"] = thinned(row.pop("losses"))
+            self.put(run.key(), {name: rounded(value) for name, value in row.items()})
+            tell(f"{number}/{len(missing)} {run.key()}: {row['accuracy']:.3f} in {row['seconds']:.0f} s")
+
+    def of(self, runs: Sequence[Run]) -> Iterator[tuple[Run, Any]]:
+        return ((run, self.rows[run.key()]) for run in runs if run.key() in self.rows)
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return value if value is None else round(value, 4)
+
+
+def thinned(losses: Sequence[float]) -> list[float]:
+    """The mean of each of at most :data:`POINTS` pieces."""
+    size = max(1, -(-len(losses) // POINTS))
+    return [mean(losses[at : at + size]) for at in range(0, len(losses), size)]
