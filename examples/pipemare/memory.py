@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pipec
+from pipec.footprint import activation_slots
 
 # Stages, microbatches, and states that the optimizer holds of every weight: one with momentum, two with AdamW.
 PIPELINES = {"ResNet": (107, 8, 1), "Transformer": (93, 19, 2)}
@@ -23,7 +24,8 @@ def row(stages: int, microbatches: int, schedule: Any, states: int) -> dict[str,
     Returns:
         ``utilisation``: useful time by all time, of the steady period where there is one; recompute is not useful.
         ``memory``: weights, gradients, optimizer states, delta and stash of all devices, by weights, gradients and
-        states alone. ``versions``: of weights, on the device with most. ``activations``: held on all devices together.
+        states alone. ``versions``: of weights, on the device with most. ``activations``: microbatches' worth
+        on all devices together, inputs kept for recompute included.
     """
     costs = pipec.Costs(stages={f"s{number}": {"weight_bytes": 1000} for number in range(stages)}, optimizer=states)
     plan = pipec.compile(pipec.chain(stages), stages, microbatches, schedule, update="stage", costs=costs)
@@ -34,7 +36,7 @@ def row(stages: int, microbatches: int, schedule: Any, states: int) -> dict[str,
         "utilisation": 1.0 - timeline.bubble,
         "memory": sum(own.total for own in held) / (1000 * (2 + states) * stages),
         "versions": max(1 + own.stash // 1000 for own in held),
-        "activations": sum(timeline.peak_share),
+        "activations": sum(activation_slots(plan)),
     }
 
 

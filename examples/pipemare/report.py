@@ -17,7 +17,6 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -30,6 +29,8 @@ import torch
 from methods import compared
 from runs import Results, Run
 from training import SMALL
+
+import pipec
 
 HERE = Path(__file__).resolve().parent
 HEADS = {"digits": "digits", "letters": "letters", "digits best": "digits", "letters best": "letters"}
@@ -77,16 +78,16 @@ def training_table(results: Results, planned: Sequence[Run]) -> str:
 
 def best_table(results: Results, planned: Sequence[Run]) -> str:
     """Accuracies, utilisation and asynchronous part of the settings that were chosen, each at its own learning rate."""
-    rows, parallel = [], {}
-    for label in dict.fromkeys(run.label for run in planned):
-        own = [(run, row) for run, row in results.of(planned) if run.label == label]
+    rows = []
+    for label, lr in dict.fromkeys((run.label, run.lr) for run in planned):
+        own = [(run, row) for run, row in results.of(planned) if (run.label, run.lr) == (label, lr)]
         if not own:
             continue
         run, row = own[0]
-        stages, count = run.method.devices or len(run.task.parts()), run.method.microbatches
-        parallel[label] = 1.0 if run.method.asynchronous else count / (count + stages - 1)
-        rows.append([label, f"{run.lr:g}", told([row for _, row in own]), f"{mean(r['loss'] for _, r in own):.3f}",
-                     f"{100 * row['asynchronous']:.0f} %", f"{parallel[label]:.2f}"])
+        method, devices = run.method, run.method.devices or len(run.task.parts())
+        plan = pipec.compile(pipec.chain(devices), devices, method.microbatches, method.policy(), update="stage")
+        rows.append([label, f"{lr:g}", told([row for _, row in own]), f"{mean(r['loss'] for _, r in own):.3f}",
+                     f"{100 * row['asynchronous']:.0f} %", f"{1.0 - plan.simulate().bubble:.2f}"])
     return table(["", "lr", "accuracy", "test loss", "asynchronous", "utilisation"], rows)
 
 
@@ -148,9 +149,8 @@ def quick_parts() -> dict[str, list[Run]]:
     """The tables with small networks, one seed and one learning rate."""
     made = {}
     for name, optimizer in (("digits", "momentum"), ("letters", "adamw")):
-        made[name] = runs.table_runs(SMALL[name], compared(2, optimizer, 0.5), (0.01,), 1.5, seeds=(0,))
-        own = {label: (replace(run.method), run.lr) for run in made[name][:2] for label in [run.label]}
-        made[f"{name} best"] = [replace(run, seed=0) for run in runs.best_runs(SMALL[name], own, 1.5)[:2]]
+        made[name] = runs.table_runs(SMALL[name], compared(2, optimizer, 0.5), (0.01,), 1, seeds=(0,))
+        made[f"{name} best"] = [made[name][0], made[name][5]]
     return made
 
 
