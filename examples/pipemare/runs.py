@@ -84,9 +84,9 @@ class Results:
         missing = [run for run in runs if run.key() not in self.rows]
         for number, run in enumerate(missing, 1):
             row = train(run.task, run.method, run.lr, run.seed, run.epochs, run.use)
-            row["curve"] = thinned(row.pop("losses"))
+            row["curve"], took = thinned(row.pop("losses")), row.pop("seconds")
             self.put(run.key(), {name: rounded(value) for name, value in row.items()})
-            tell(f"{number}/{len(missing)} {run.key()}: {row['accuracy']:.3f} in {row['seconds']:.0f} s")
+            tell(f"{number}/{len(missing)} {run.key()}: {row['accuracy']:.3f} in {took:.0f} s")
 
     def of(self, runs: Sequence[Run]) -> Iterator[tuple[Run, Any]]:
         return ((run, self.rows[run.key()]) for run in runs if run.key() in self.rows)
