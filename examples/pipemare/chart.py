@@ -9,7 +9,7 @@ from pathlib import Path
 
 Line = Sequence[tuple[float, float]]
 COLOURS = ("#1b6ca8", "#d95f02", "#2a9d5c", "#b5338a", "#7a5195", "#8c6d1f", "#00a3a3", "#c1272d", "#555555")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 820, 380, 64, 200, 40, 48
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 560, 380, 64, 40, 48  # width without the legend
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -17,11 +17,6 @@ def ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if (high - low) / step <= 9)
     return [step * number for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def smooth(values: Sequence[float], over: int) -> list[float]:
-    """The mean of each value and up to ``over - 1`` before it."""
-    return [sum(values[max(0, at + 1 - over): at + 1]) / min(over, at + 1) for at in range(len(values))]
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", extra: str = "") -> str:
@@ -34,11 +29,13 @@ def lines(path: Path, title: str, across: str, up: str, series: Mapping[str, Lin
     x0, x1 = min(x for x, _ in points), max(x for x, _ in points)
     y0, y1 = min(0.0, *(y for _, y in points)), max(y for _, y in points) if top is None else top
 
+    whole = WIDTH + 56 + 7 * max(map(len, series))
+
     def place(x: float, y: float) -> tuple[float, float]:
-        return (LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT),
+        return (LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT),
                 HEIGHT - BOTTOM - (min(y, y1) - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM))
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} {HEIGHT}" width="{whole}" '
              f'height="{HEIGHT}" font-family="sans-serif" font-size="12" fill="#222">',
              '<rect width="100%" height="100%" fill="#fff"/>', _text(LEFT, 22, title, extra=' font-size="15"')]
     parts += _axes(place, (x0, x1), (y0, y1), across, up)
@@ -47,8 +44,8 @@ def lines(path: Path, title: str, across: str, up: str, series: Mapping[str, Lin
         path_ = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
         parts.append(f'<polyline points="{path_}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         y = TOP + 8 + 20 * number
-        parts.append(f'<rect x="{WIDTH - RIGHT + 14}" y="{y - 8}" width="16" height="4" fill="{colour}"/>')
-        parts.append(_text(WIDTH - RIGHT + 36, y - 2, name))
+        parts.append(f'<rect x="{WIDTH + 14}" y="{y - 8}" width="16" height="4" fill="{colour}"/>')
+        parts.append(_text(WIDTH + 36, y - 2, name))
     path.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
 
 
@@ -59,8 +56,8 @@ def _axes(place: object, xs: tuple[float, float], ys: tuple[float, float], acros
         yield _text(at, y + 18, f"{x:g}", "middle")
     for y in ticks(*ys):
         at, height = place(xs[0], y)
-        yield f'<line x1="{at}" x2="{WIDTH - RIGHT}" y1="{height:.1f}" y2="{height:.1f}" stroke="#ddd"/>'
+        yield f'<line x1="{at}" x2="{WIDTH}" y1="{height:.1f}" y2="{height:.1f}" stroke="#ddd"/>'
         yield _text(at - 8, height + 4, f"{y:g}", "end")
-    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, across, "middle")
+    yield _text((LEFT + WIDTH) / 2, HEIGHT - 10, across, "middle")
     yield _text(16, (TOP + HEIGHT - BOTTOM) / 2, up, "middle",
                 f' transform="rotate(-90 16 {(TOP + HEIGHT - BOTTOM) / 2:.1f})"')

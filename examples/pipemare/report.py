@@ -1,7 +1,8 @@
 """PipeMare's experiments through pipec: run what is missing, then write the report's tables and charts.
 
     python examples/pipemare/report.py                     everything that results.json lacks: an hour of one core
-    python examples/pipemare/report.py --only "digits"     one part: memory, speed, or one of the training parts
+    python examples/pipemare/report.py --only "digits"     one part: memory, speed, one of the training parts, or
+                                                           search, which the full report leaves out
     python examples/pipemare/report.py --write             only the tables and charts
     python examples/pipemare/report.py --quick             small networks, a few steps, into ./out/pipemare: seconds
 
@@ -136,10 +137,12 @@ def write(results: Results, parts: dict[str, list[Run]], folder: Path) -> None:
         done = [row for _, row in results.of(planned)]
         if not done:
             continue
-        best = name.endswith("best")
+        best = name.endswith("best") or name == "search"
         made = (best_table if best else training_table)(results, planned)
         where = rows.get(f"machine of {name}", "")
         sections[name] = f"{made}\n\n{len(done)} of {len(planned)} runs, {where}."
+        if name == "search":
+            continue
         curves(results, planned, folder / f"{name.replace(' ', '-')}.svg", f"{HEADS[name]}: training loss", best)
     path = folder / "README.md"
     path.write_text(fill(path.read_text("utf-8") if path.exists() else "# PipeMare\n", sections), encoding="utf-8")
@@ -165,6 +168,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     results, parts = Results(folder / "results.json"), quick_parts() if given.quick else runs.PARTS
     wanted = [] if given.write else given.only or ["memory", *parts, "speed"]
+    if "search" in wanted:
+        parts = {**parts, "search": runs.SEARCH}
     if unknown := set(wanted) - {"memory", "speed", *parts}:
         options.error(f"no part {', '.join(sorted(unknown))}; parts are memory, speed, {', '.join(parts)}")
     for name in wanted:

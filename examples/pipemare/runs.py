@@ -59,6 +59,26 @@ def best_runs(task: Task, methods: Sequence[tuple[str, Method, float]], epochs: 
     return [Run(task, label, method, lr, seed, epochs) for label, method, lr in methods for seed in SEEDS]
 
 
+HALF = replace(ALL, inflight="1f1b")
+TRIED = [
+    ("T1 + T3, no momentum", replace(ALL, correction=None, reschedule=0.25, momentum=0.0), 0.1),
+    ("T1 + T3, momentum 0.5", replace(ALL, correction=None, reschedule=0.25, momentum=0.5), 0.1),
+    ("T1 + T2 + T3, no momentum", replace(ALL, reschedule=0.8, momentum=0.0), 0.1),
+    ("T3, AdamW", replace(ALL, correction=None, optimizer="adamw"), 0.01),
+    ("T1 + T3, AdamW", replace(ALL, correction=None, optimizer="adamw", reschedule=0.8), 0.01),
+    ("T1 + T2 + T3, AdamW", replace(ALL, optimizer="adamw", reschedule=0.8), 0.01),
+    ("T1 + T3, 1f1b", replace(HALF, correction=None, reschedule=0.25), 0.1),
+    ("T1 + T2 + T3, 1f1b", replace(HALF, reschedule=0.25), 0.1),
+    ("T1 + T2 + T3, 1f1b, AdamW", replace(HALF, reschedule=0.25, optimizer="adamw"), 0.01),
+    ("T3, PipeDream", Method("pipedream", warm=0.2), 0.1),
+    ("T3, prediction", Method("predicted", inflight="1f1b", warm=0.2), 0.1),
+    ("T3, prediction, AdamW", Method("predicted", inflight="1f1b", warm=0.2, optimizer="adamw"), 0.01),
+    ("T1 + T3, prediction", Method("predicted", inflight="1f1b", warm=0.2, reschedule=0.25), 0.1),
+    ("T3, Nesterov", Method("nesterov", inflight="1f1b", warm=0.2), 0.1),
+]
+# Settings tried on the way, one seed each, on the rows kept for choosing; `--only search` repeats them.
+SEARCH = [Run(DIGITS, label, method, lr, 10, 24, "choose") for label, method, lr in TRIED]
+
 PARTS: dict[str, list[Run]] = {
     "digits best": best_runs(DIGITS, DIGITS_BEST, 24),
     "letters best": best_runs(LETTERS, LETTERS_BEST, 16),
