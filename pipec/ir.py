@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -253,7 +254,7 @@ class Plan:
 
     __copy__ = __deepcopy__
 
-    @property
+    @cached_property
     def training(self) -> bool:
         """False for a plan of forwards only."""
         kinds = self.table.kind

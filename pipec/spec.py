@@ -7,7 +7,7 @@ it can be saved, verified, simulated and drawn without any module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from attrs import field, frozen
@@ -78,6 +78,11 @@ class LossSpec:
 
     def refs(self) -> Iterator[Ref]:
         return refs_of((self.args, self.kwargs))
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Inputs of the pipeline that it reads."""
+        return tuple(ref.index for ref in self.refs() if ref.source == "input")
 
 
 @frozen

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
+from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 from pipec.errors import PipecError
@@ -70,6 +71,8 @@ def flatten(value: Any) -> tuple[list[Any], Layout]:
     Raises:
         PipecError: a container holds itself, or is nested too deep for Python.
     """
+    if type(value) is Tensor:
+        return [value], LEAF
     leaves: list[Any] = []
     try:
         return leaves, _flatten(value, leaves)

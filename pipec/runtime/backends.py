@@ -20,6 +20,7 @@ from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.context import Context
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure, describe
+from pipec.runtime.grouped import grouped
 from pipec.runtime.program import Op, Route
 from pipec.runtime.step import Step
 
@@ -38,15 +39,16 @@ class Backend(Protocol):
 
 
 class Replay:
-    """All devices in the calling thread, task by task in the plan's one order."""
+    """All devices in the calling thread, task by task: in the plan's one order, or tasks of one kind together."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: bool = False) -> None:
+        self._group = group
         self._orders: dict[int, tuple[Any, list[tuple[int, list[Op]]]]] = {}
 
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run to the end, or to the first task that raises."""
         if id(ops) not in self._orders:
-            self._orders[id(ops)] = ops, one_order(ops)
+            self._orders[id(ops)] = ops, runs_of((grouped(ops) if self._group else None) or one_order(ops))
         for device, run in self._orders[id(ops)][1]:
             try:
                 devices[device].run(run)
@@ -61,10 +63,15 @@ class Replay:
         """Nothing to close."""
 
 
-def one_order(ops: Sequence[Sequence[Op]]) -> list[tuple[int, list[Op]]]:
-    """The tasks of all devices in the plan's order, as runs of tasks on one device."""
+def one_order(ops: Sequence[Sequence[Op]]) -> list[Op]:
+    """The tasks of all devices in the plan's order."""
+    return sorted((op for row in ops for op in row), key=lambda op: op.task)
+
+
+def runs_of(order: Sequence[Op]) -> list[tuple[int, list[Op]]]:
+    """Tasks that follow one another on one device, with the device."""
     runs: list[tuple[int, list[Op]]] = []
-    for op in sorted((op for row in ops for op in row), key=lambda op: op.task):
+    for op in order:
         if not runs or runs[-1][0] != op.device:
             runs.append((op.device, []))
         runs[-1][1].append(op)
@@ -165,7 +172,7 @@ class Auto:
     """
 
     def __init__(self, threads: Threads) -> None:
-        self._threads, self._replay = threads, Replay()
+        self._threads, self._replay = threads, Replay(group=True)
         self._overlap: dict[bool, bool] = {}  # by whether the plan trains
 
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:

@@ -158,10 +158,9 @@ def deferred_layers(modules: Iterable[nn.Module]) -> list[Deferred]:
     return list({id(sub): sub for module in modules for sub in module.modules() if isinstance(sub, Deferred)}.values())
 
 
-@contextmanager
-def minibatch(layers: Iterable[Deferred]) -> Iterator[None]:
+def minibatch(layers: Iterable[Deferred]) -> ExitStack:
     """One training step: every layer sees what runs inside as one minibatch."""
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(layer.minibatch())
-        yield
+        return stack.pop_all()

@@ -6,7 +6,7 @@ shape: one tensor or None, or a list with one entry per leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def detach(tensor: Tensor) -> Tensor:
 def pack(value: Any) -> Any:
     """What is handed over for ``value``."""
     if isinstance(value, Tensor):
-        return detach(value)
+        return value.detach().requires_grad_() if value.requires_grad else value.detach()
     leaves, layout = flatten(value)
     return Packed([detach(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], layout)
 
@@ -96,6 +96,14 @@ def version(packet: Any) -> int:
     if isinstance(packet, Packed):
         return sum(version(leaf) for leaf in packet.leaves if isinstance(leaf, Tensor))
     return 0
+
+
+def versions(packets: Sequence[Any]) -> list[int]:
+    """:func:`version` of each."""
+    return [
+        packet._version if type(packet) is Tensor and not packet.is_inference() else version(packet)
+        for packet in packets
+    ]
 
 
 def differs(one: Any, other: Any) -> bool:
@@ -161,6 +169,10 @@ class Parcel:
 
     def add(self, reader: int, gradient: Gradient) -> None:
         """Take one reader's gradient; None where nothing flowed."""
+        if self._left and self._readers[self._left - 1] == reader and not self._waiting:  # its turn, most often
+            self._left -= 1
+            self._total = gradient if self._total is None else add(self._total, gradient)
+            return
         self._waiting[reader] = gradient
         while self._left and self._readers[self._left - 1] in self._waiting:
             self._left -= 1

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipec.runtime.walk import modules_in
+
 Mark = tuple[Any, Any]  # a buffer and a copy of its values, or None twice
 SAME = object()  # in place of a buffer that need not be exchanged
 OTHERS = object()  # in place of one that another stage uses
+NOT_WATCHED = nullcontext()
 
 
 class BufferKeeper:
@@ -34,24 +37,30 @@ class BufferKeeper:
         self.shared: set[int] = set()
         self.used: set[int] = set()
         self.settled: set[Any] = set()
-        self.watch: Any = nullcontext()
+        self.watch: Any = NOT_WATCHED
         self.refresh()
 
     def refresh(self) -> None:
         """Look for the buffers anew: between steps a script may exchange a part of its model."""
+        found = [sub for module in self._modules for sub in modules_in(module)]
         places: list[tuple[dict[str, Any], str]] = []
-        names: list[str] = []
+        owners: list[int] = []  # per place its module's number in ``found``
         seen: set[int] = set()
-        for prefix, sub in (pair for module in self._modules for pair in module.named_modules()):
+        for number, sub in enumerate(found):
             for name, buffer in sub._buffers.items():
                 if id(buffer) not in seen:
                     if buffer is not None:
                         seen.add(id(buffer))
                     places.append((sub._buffers, name))
-                    names.append(f"{prefix}.{name}" if prefix else name)
+                    owners.append(number)
         if [(id(owner), name) for owner, name in places] != [(id(owner), name) for owner, name in self.places]:
-            self.places, self.names, self._last = places, names, []
-            self.shared, self.watch = set(), nullcontext()
+            prefixes = [prefix for module in self._modules for prefix, _ in module.named_modules()]
+            self.names = [
+                f"{prefixes[number]}.{name}" if prefixes[number] else name
+                for number, (_, name) in zip(owners, places, strict=True)
+            ]
+            self.places, self._last = places, []
+            self.shared, self.watch = set(), NOT_WATCHED
 
     def appeared(self) -> list[str]:
         """Names of buffers that a forward registered since :meth:`refresh`."""

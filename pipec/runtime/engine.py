@@ -60,4 +60,4 @@ def gradients(
     found: Any = _engine_run_backward(
         tuple(roots), tuple(seeds), keep_graph, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
     )
-    return tuple(found)
+    return found  # type: ignore[no-any-return]

@@ -20,8 +20,9 @@ from pipec.runtime.borders import (
     compact,
     edges,
     pack,
-    version,
+    versions,
 )
+from pipec.runtime.buffers import NOT_WATCHED
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.engine import accumulate, gradients
 from pipec.runtime.program import Op, Route
@@ -127,7 +128,7 @@ class Device:
             )
         for slot, (_, path) in zip(op.gives, stage.gives, strict=True):
             if slot >= 0:
-                self.store[slot] = pack(stage.take(out, path))
+                self.store[slot] = pack(stage.take(out, path) if path else out)
         if op.carry >= 0:
             self.store[op.carry] = pack(carry)
         for index, path in stage.outputs:
@@ -157,28 +158,29 @@ class Device:
         packets = [store[slot] for slot in op.reads]
         packets += [self.inputs[index][op.piece] for index in stage.inputs]
         values, leaves = stage.read(packets)
-        versions = [version(packet) for packet in packets]
-        with step.random.task(op.stage, op.piece, Purpose.FORWARD), hooks, stage.buffers.watch:
-            out, carry = stage.run(values)
-            losses = [
-                stage.run_loss(loss, values, out) if loss.index in step.wanted_losses else None
-                for loss in stage.losses
-            ]
-        if stage.learning or versions != [version(packet) for packet in packets]:
-            stage.check_writes(packets, versions, out)
+        before = versions(packets)
+        watch = stage.buffers.watch
+        with step.random.task(op.stage, op.piece, Purpose.FORWARD):
+            if hooks is NO_HOOKS and watch is NOT_WATCHED:
+                out, carry, losses = stage.run_all(values, step.wanted_losses)
+            else:
+                with hooks, watch:
+                    out, carry, losses = stage.run_all(values, step.wanted_losses)
+        if stage.learning or before != versions(packets):
+            stage.check_writes(packets, before, out)
         return leaves, out, carry, losses
 
     def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, carry: Any, losses: list[Any]) -> None:
-        for loss, value in zip(stage.losses, losses, strict=True):
+        for loss, value in zip(stage.losses, losses, strict=True) if losses else ():
             if value is not None and not value.requires_grad:
                 raise RunError(
                     f"loss {loss.spec.name!r} of stage {stage.name!r} does not require a gradient, so there is "
                     "nothing to differentiate; does a stage detach its result, or is every parameter frozen?"
                 )
-        out_edges = [edges(stage.take(out, path)) for _, path in stage.gives]
+        out_edges = [edges(stage.take(out, path) if path else out) for _, path in stage.gives]
         if stage.carry:
             out_edges.append(edges(carry))
-        loss_edges = [edges(value) if value is not None else None for value in losses]
+        loss_edges = [edges(value) if value is not None else None for value in losses] if losses else losses
         if not stage.searched:
             check_strays(stage, self.stages, [out_edges, loss_edges], [*leaves, stage.anchor])
             stage.searched = True
@@ -266,8 +268,8 @@ class Device:
                     parcel = self.store[slot] = Parcel(readers)
                 parcel.add(op.stage, compact(gradient))
         for index, gradient in zip(stage.inputs, gradients[reads:], strict=True):
-            if gradient is not None:
-                self.step.input_gradients[index][op.piece].add(op.stage, gradient)
+            if gradient is not None and (column := self.step.input_gradients[index]) is not None:
+                column[op.piece].add(op.stage, gradient)
 
     def copy(self, op: Op) -> None:
         """COPY, the sender's half: hand a value or its gradients to another device."""
@@ -307,8 +309,13 @@ def _bare(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
+ONE: list[Any] = [True]
+
+
 def _flat(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
     """The tensors in ``leaves`` and, per entry, None, True for one tensor, or a list of these."""
+    if len(leaves) == 1 and isinstance(leaves[0], Tensor):
+        return leaves, ONE
     flat: list[Tensor] = []
     shape: list[Any] = []
     for leaf in leaves:
@@ -324,6 +331,8 @@ def _flat(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
 
 
 def _shaped(found: Any, shape: list[Any]) -> list[Any]:
+    if shape is ONE:
+        return [found[0]]
     rest = iter(found)
     return [
         None if own is None else next(rest) if own is True else [next(rest) if one else None for one in own]

@@ -29,11 +29,12 @@ class Accumulator:
         self.parameters = parameters
         self._order = sorted(microbatches)
         self.direct = (
-            self._order == list(microbatches) and not any(id(p) in shared or hooks_of(p) for p in parameters)
-            and _large(parameters)
+            _large(parameters) and self._order == list(microbatches)
+            and not any(id(p) in shared or hooks_of(p) for p in parameters)
         )
         self.sums: list[Tensor | None] = [None if id(p) in shared else p.grad for p in parameters]
         self._own = [False] * len(parameters)  # a sum that is still the user's .grad must not be written
+        self._plain = False  # every sum is this step's own and dense
         self._next = 0
         self._waiting: dict[int, Sequence[Tensor | None]] = {}
 
@@ -57,10 +58,13 @@ class Accumulator:
 
     def give(self, place: int, total: Tensor) -> None:
         """Put a sum that was made elsewhere, of all processes say, in the place of this stage's own."""
-        self.sums[place], self._own[place] = total, True
+        self.sums[place], self._own[place], self._plain = total, True, False
 
     def _add(self, gradients: Sequence[Tensor | None]) -> None:
         sums, own = self.sums, self._own
+        if self._plain and not any_odd(gradients):
+            torch._foreach_add_(sums, gradients)  # type: ignore[arg-type]
+            return
         into: list[Tensor] = []
         more: list[Tensor] = []
         for index, gradient in enumerate(gradients):
@@ -84,6 +88,15 @@ class Accumulator:
             own[index] = True
         if into:
             torch._foreach_add_(into, more)
+        self._plain = bool(sums) and all(own) and not any_odd(sums)
+
+
+def any_odd(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether one of them is missing or sparse."""
+    for gradient in gradients:  # noqa: SIM110 - a generator costs more than the loop
+        if gradient is None or gradient.is_sparse:
+            return True
+    return False
 
 
 def shared_parameters(parameters: Sequence[list[Tensor]]) -> set[int]:
@@ -131,7 +144,8 @@ def _large(parameters: Sequence[Tensor]) -> bool:
 
 def hooks_of(parameter: Tensor) -> list[Any]:
     """The post-accumulate hooks of a parameter. A step calls them once, when its gradient is complete."""
-    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
 
 
 def run_hooks(parameters: Iterable[Tensor]) -> None:

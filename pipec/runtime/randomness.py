@@ -39,7 +39,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from pipec.errors import RunError
 from pipec.runtime.rng_kernels import (
@@ -112,11 +112,11 @@ class Position:
 
     def pinned(self) -> Position:
         """The same position with the seed written out. Call on the caller's thread, once per step."""
-        return self if self.seed is not None else evolve(self, seed=torch.initial_seed())
+        return self if self.seed is not None else Position(torch.initial_seed(), self.step)
 
     def advanced(self) -> Position:
         """The position of the next step."""
-        return evolve(self, step=self.step + 1)
+        return Position(self.seed, self.step + 1)
 
 
 class Stream:

@@ -211,7 +211,7 @@ class Runner(Overlapping, Stateful):
         self._position = self._position.advanced()
         self._last = (plan, step)
         step.forget()
-        return evolve(result, skipped=updater.skip)
+        return evolve(result, skipped=True) if updater.skip else result
 
     def _random(self, position: Position, inference: bool = False) -> Randomness:
         return Randomness(self._streams, self._party.position(position), inference, self._generators)

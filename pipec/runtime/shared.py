@@ -8,7 +8,6 @@ changes is watched, and so is the first step of each mode; steps in which none c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.errors import RunError
-from pipec.runtime.buffers import BufferKeeper
+from pipec.runtime.buffers import NOT_WATCHED, BufferKeeper
 from pipec.runtime.stages import Stage
-
-UNWATCHED = nullcontext()
 
 
 class Watch(TorchDispatchMode):
@@ -90,7 +87,7 @@ class SharedBuffers:
         self._mode = (training, *(m.training for stage in self._stages for own in stage.modules for m in own.modules()))
         self._watched = any(self._mode not in stage.buffers.settled for stage in self._stages)
         for stage in self._stages:
-            stage.buffers.watch = Watch(stage.buffers) if self._watched else UNWATCHED
+            stage.buffers.watch = Watch(stage.buffers) if self._watched else NOT_WATCHED
 
     def check(self) -> None:
         """After the forwards of a step.

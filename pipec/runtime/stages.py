@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipec.runtime.borders import anchored, differs, own, private, unpack, versi
 from pipec.runtime.borrowed import modules_of
 from pipec.runtime.buffers import BufferKeeper
 from pipec.runtime.means import EvenMean, check_later, weighs_evenly
+from pipec.runtime.walk import parameters_in
 from pipec.spec import LossSpec, Ref, Spec, owner_of
 from pipec.tree import Path, flatten, select, show_path, unflatten
 
@@ -144,6 +145,10 @@ class Stage:
         """Tensors of the stage that may be trained, each once, under the user's own keys."""
         if self.module is not None:
             yield from self.module.named_parameters()
+        yield from self._given()
+
+    def _given(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that came as ``params=``."""
         seen = set()
         for path, leaf in named_leaves(self.spec.params):
             if isinstance(leaf, Tensor) and leaf.is_leaf and id(leaf) not in seen:
@@ -152,7 +157,8 @@ class Stage:
 
     def trainable(self) -> list[Tensor]:
         """The tensors that require a gradient now."""
-        return [p for _, p in self.named_parameters() if p.requires_grad]
+        own = parameters_in(self.module) if self.module is not None else []
+        return [p for p in (*own, *(p for _, p in self._given())) if p.requires_grad]
 
     def read(self, packets: list[Any]) -> tuple[list[Any], list[Any]]:
         """The stage's own values of what it reads, and the tensors in them to differentiate with respect to.
@@ -168,6 +174,11 @@ class Stage:
         anchor = self.anchor if torch.is_grad_enabled() else None
         values, leaves = [], []
         for place, packet in enumerate(packets):
+            if type(packet) is Tensor and anchor is None and place not in written:  # most are: no further calls
+                value = packet.detach().requires_grad_() if packet.requires_grad else packet
+                values.append(value)
+                leaves.append(value if value is not packet else None)
+                continue
             mine = own(packet) if anchor is None else anchored(packet, anchor)
             value, wanted = unpack(mine)
             if place in written:
@@ -239,6 +250,14 @@ class Stage:
         if parts is not None and not (isinstance(out, tuple | list) and len(out) == parts):
             raise RunError(f"stage {self.name!r} was declared with outputs={parts} but returned {brief(out)}")
         return out, carry
+
+    def run_all(self, values: list[Any], wanted: Container[int]) -> tuple[Any, Any, list[Any]]:
+        """As :meth:`run`, and its losses: None for one that is not among ``wanted``."""
+        out, carry = self.run(values)
+        if not self.losses:
+            return out, carry, []
+        losses = [self.run_loss(loss, values, out) if loss.index in wanted else None for loss in self.losses]
+        return out, carry, losses
 
     def run_loss(self, loss: StageLoss, values: list[Any], own: Any) -> Tensor:
         """A loss for one microbatch, a scalar.

@@ -47,7 +47,7 @@ class Batch:
         self.tokens = sizes(length, self.slices) if length and self.slices > 1 else None
         self.wanted_losses = {
             index for index, loss in enumerate(spec.losses)
-            if all(self.values[ref.index] is not MISSING for ref in loss.refs() if ref.source == "input")
+            if all(self.values[number] is not MISSING for number in loss.inputs)
             and (loss.count is None or not self._lacks(loss.count))
         }
         self.counts = [self._count(index) for index in range(len(spec.losses))]
@@ -128,6 +128,11 @@ class Batch:
                 named[p.name] = value
         return positional, named
 
+    @property
+    def pieces(self) -> int:
+        """Slices of all microbatches."""
+        return self.microbatches * self.slices
+
     def leaves(self) -> list[Tensor]:
         """Tensors of the minibatch that collect a gradient themselves; others pass it on into the caller's graph."""
         leaves = [leaf for value in self.values for leaf in flatten(value)[0]]
@@ -157,12 +162,14 @@ class Step:
         update: Callable[[int], None] | None = None, probe: Probe | None = None, *, random: Randomness,
         reduce: Callable[..., None] | None = None,
     ) -> None:
-        spec, count = batch.spec, batch.microbatches * batch.slices
+        spec, count = batch.spec, batch.pieces
         self.plan, self.batch, self.accumulators, self.scale = plan, batch, accumulators, scale
         self.inputs = batch.packets()
         self.outputs: list[list[Any]] = [[None] * count for _ in spec.outputs]
         self.losses: list[list[Any]] = [[None] * count for _ in spec.losses]
-        self.input_gradients = [[Parcel(()) for _ in range(count)] for _ in spec.inputs]
+        self.input_gradients: list[list[Parcel] | None] = [  # None: the caller asks for none
+            [Parcel(()) for _ in range(count)] if _wants_gradient(value) else None for value in batch.values
+        ]
         self.snapshots: dict[tuple[int, int], list[Mark]] = {}
         self.starts: list[int] = [0] * len(plan.table)
         self.ends: list[int] = [0] * len(plan.table)
@@ -194,11 +201,10 @@ class Step:
 
     def backward_inputs(self) -> None:
         """Send the gradients of inputs that require one into the caller's own graph, once for all microbatches."""
-        leaves = (leaf for value in self.batch.values for leaf in flatten(value)[0])
-        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        if not any(self.input_gradients):
             return
         columns = [
-            [_on_device_of(value, parcel).sum() for parcel in column]
+            [None] * self.batch.pieces if column is None else [_on_device_of(value, parcel).sum() for parcel in column]
             for value, column in zip(self.batch.values, self.input_gradients, strict=True)
         ]
         backward_inputs(self.batch, columns)
@@ -206,6 +212,10 @@ class Step:
     def result(self) -> Result:
         """Losses and outputs of the minibatch."""
         return joined_result(self.batch, self.outputs, self.losses)
+
+
+def _wants_gradient(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(value)[0])
 
 
 def _on_device_of(value: Any, parcel: Parcel) -> Parcel:
