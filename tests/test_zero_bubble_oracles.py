@@ -169,3 +169,12 @@ def test_proved_optima(schedule, P, M, durations, c, cap, optimum, ours):
 def test_spans_proved_for_one_chunk_per_device():
     for cap, span in enumerate((72, 41, 31, 27, 26, 25, 24, 24), 1):
         assert timeline("zb-2p", 4, 8, cap=cap).span == close(span)
+
+
+@pytest.mark.parametrize("durations", [UNIT, (1.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
+@pytest.mark.parametrize("P", [2, 3, 4, 8])
+def test_few_microbatches_cost_no_more_with_a_higher_cap(P, durations):
+    for M in range(1, 2 * P):
+        plain, low, high = (timeline(schedule, P, M, durations) for schedule in ("1f1b", "zb-h1", "zb-h2"))
+        assert high.span <= low.span + 1e-9
+        assert high.makespan <= low.makespan + 1e-9 <= plain.makespan + 2e-9

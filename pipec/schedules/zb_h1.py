@@ -26,7 +26,8 @@ from pipec.schedules.merge import per_device
 
 def delayed_weights(chunk: int, warmup: int, cap: int, microbatches: int) -> list[Op]:
     """``warmup`` forwards, then I and F in turn, each W as late as ``cap`` activations allow."""
-    warmup = min(warmup, cap, microbatches)
+    cap = min(cap, microbatches)  # with fewer microbatches than that no W has anything to wait for
+    warmup = min(warmup, cap)
     ops = [F(chunk, m) for m in range(warmup)]
     late = cap - warmup
     for m in range(microbatches):
