@@ -55,6 +55,20 @@ def test_every_wait_that_is_needed_is_missed_when_it_is_gone(schedule: str, reco
     assert found
 
 
+@pytest.mark.parametrize("make", [
+    lambda: pipec.compile(pipec.chain(3), 3, 1, pipec.PipeMare(segments=2), update="stage"),
+    lambda: pipec.compile(pipec.chain(2), 2, 1, "pipedream", update="stage"),
+    lambda: pipec.compile(pipec.chain(3, carry=True), 3, 2, "seq-1f1b", slices=2, update="stage"),
+], ids=["segments", "stashed", "slices"])
+def test_so_is_every_wait_of_segments_asynchronous_plans_and_slices(make: Any) -> None:
+    plan = make()
+    assert find_races(plan) == []
+    for task, need in edges_of(plan):
+        mutant = without_wait(plan, task, need)
+        implied = need in ancestors(needs(mutant), task)
+        assert bool(find_races(mutant)) is not implied, f"{plan.table.task(task)} without {plan.table.task(need)}"
+
+
 def is_a_legal_order_without_the_first(plan: Plan, race: Any) -> None:
     before, done = needs(plan), set()
     for task in race.order:
