@@ -68,7 +68,7 @@ def test_parameters_are_frozen_between_flushes() -> None:
     with runner(modules) as run:
         run.step(**batches(1)[0])
         modules[0].bias.requires_grad_(False)
-        with pytest.raises(pipec.RunError, match=r"(?s)call run.flush\(\) before freezing.*a\.bias does not require"):
+        with pytest.raises(pipec.RunError, match=r"(?s)call run.flush\(\), then change.*a\.bias does not require"):
             run.step(**batches(1)[0])
         modules[0].bias.requires_grad_(True)
         run.flush()

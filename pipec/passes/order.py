@@ -43,7 +43,7 @@ def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True)
         ScheduleError: listing every task that is missing, repeated, unknown or on the wrong device.
     """
     name = policy_name(policy)
-    rule: Rule | None = getattr(policy, "weights", None) if training and is_asynchronous(policy) else None
+    rule = rule_given(policy, name) if training and is_asynchronous(policy) else None
     make: Any = getattr(policy, "order", policy)
     given, groups = without_groups(read_rows(make(problem), name), name)
     rows = check_order(problem, given, name, is_asynchronous(policy))
@@ -62,6 +62,25 @@ def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True)
         recompute = segments_text([problem.chunks[c].stages[0] for c in starts(problem)])
     return Draft(graph, problem.chunks, problem.devices, problem.microbatches, name, table, recompute,
                  slices=problem.slices, minibatches=problem.minibatches, rule=rule)
+
+
+def rule_given(policy: Any, name: str) -> Rule:
+    """The weight rule of an asynchronous policy.
+
+    Raises:
+        ScheduleError: it has none, or something else.
+    """
+    rule = getattr(policy, "weights", None)
+    if not isinstance(rule, Rule):
+        told = "has none" if rule is None else f"has {rule!r}"
+        raise ScheduleError(
+            f"schedule {name!r} is asynchronous, so its attribute 'weights' must be a weight rule, such as "
+            f"pipec.rules.Stash() or an instance of a subclass of pipec.rules.Rule; it {told}"
+        )
+    if not isinstance(getattr(rule, "name", None), str):
+        raise ScheduleError(f"schedule {name!r}: the weight rule {type(rule).__name__} needs a class attribute name, "
+                            "a word by which plans know it")
+    return rule
 
 
 def read_rows(answer: Any, name: str) -> list[list[Any]]:

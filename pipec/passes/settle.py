@@ -43,7 +43,7 @@ def settle(problem: Problem, make: Callable[[Problem], Draft]) -> Draft:
         count *= 2
     raise ScheduleError(
         f"schedule {draft.schedule!r} is asynchronous, but after {count // 2} minibatches no step repeats the one "
-        "before; give it 'weights', a pipec.rules rule, and order every minibatch like the one before it"
+        "before; order every minibatch like the one before it"
     )
 
 

@@ -6,11 +6,12 @@ other, at run time, makes the weights that no version holds (corrected, predicte
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from attrs import fields, frozen
+from attrs import fields, frozen, has
 
 from pipec.ir import Kind, Table
 
@@ -55,13 +56,23 @@ class Rule:
         """The rule as a plan names it: ``stash vertical_sync``, ``corrected decay=0.135``."""
         words = [self.name]
         options: Any = type(self)
-        for option in fields(options):
+        for option in fields(options) if has(options) else ():
             value = getattr(self, option.name)
             if value is True:
                 words.append(option.name)
             elif value is not False and value is not None:
                 words.append(f"{option.name}={value}")
         return " ".join(words)
+
+
+def number_of(value: Any) -> float:
+    """An option that is a number, or one in the text of a plan; nan for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return nan
+    try:
+        return float(value)
+    except ValueError:
+        return nan
 
 
 def update_every(table: Table, microbatches: int) -> int:

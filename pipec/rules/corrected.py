@@ -7,13 +7,13 @@ from typing import ClassVar
 from attrs import field, frozen
 
 from pipec.errors import ScheduleError
-from pipec.rules.base import Counts, Reads, Rule
+from pipec.rules.base import Counts, Reads, Rule, number_of
 
 
 def _decay(value: float | str) -> float | str:
     if value == "optimal":
         return "optimal"
-    number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else -1.0
+    number = number_of(value)
     if not 0 < number < 1:
         raise ScheduleError(f"correction: the decay D lies between 0 and 1, or is 'optimal'; got {value!r}")
     return number

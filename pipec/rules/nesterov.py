@@ -9,11 +9,11 @@ from attrs import field, frozen
 
 from pipec.errors import ScheduleError
 from pipec.ir import Kind
-from pipec.rules.base import Counts, Reads, Rule
+from pipec.rules.base import Counts, Reads, Rule, number_of
 
 
 def _momentum(value: float | str) -> float:
-    number = float(value) if not isinstance(value, bool) else -1.0
+    number = number_of(value)
     if not 0 <= number < 1:
         raise ScheduleError(f"nesterov: the momentum lies in [0, 1); got {value!r}")
     return number

@@ -114,7 +114,7 @@ class Runner(Overlapping, Stateful):
         self.probe: Probe | None = None
         self._rescheduling, self._delay = rescheduling, delay
         self._weights = [StageWeights(stage) for stage in self.stages]
-        self._flow = self._flow_of(plan)
+        self._flow, self._left = self._flow_of(plan), []
 
     def _make(
         self, backend: str | Backend | None, watchdog: float | None, optimizer: Any, scaler: Any, hook: Hook | None,

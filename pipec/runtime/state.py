@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import RunError, raise_all
+from pipec.ir import Plan
 from pipec.runtime import checkpoint, names
 from pipec.runtime.alone import Alone
 from pipec.runtime.optim import Updater
@@ -26,6 +27,7 @@ class Stateful:
     """The part of a Runner that is saved and loaded."""
 
     spec: Spec
+    plan: Plan
     stages: list[Stage]
     _owners: list[names.Owner]
     _updater: Updater
@@ -63,8 +65,12 @@ class Stateful:
         optimizer; with UPDATE tasks inside ``before_update``: ``before_update=lambda _: run.clip_grad_norm_(1.0)``.
 
         Raises:
+            RunError: the plan is asynchronous: gradients are never there all together.
             RuntimeError: the norm is not finite and ``error_if_nonfinite``.
         """
+        if self.plan.asynchronous:
+            raise RunError(f"asynchronous schedule {self.plan.schedule!r}: clip_grad_norm_() sees no gradient, every "
+                           "stage updates on its own; clip per stage in an optimizer's step")
         norm = self._party.norm(self.stages, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {float(norm)}, so they cannot be clipped")
@@ -128,6 +134,7 @@ class Stateful:
                                             self._party.elsewhere(self.spec, self.stages))
         if self._flow is not None:
             self._flow.drop()
+            self._flow.pending = [own for own in self._flow.pending if own.minibatch < self._position.step]
         self._load_rules(state.get("asynchronous", {}))
 
     def save(self, path: str | os.PathLike[str]) -> None:

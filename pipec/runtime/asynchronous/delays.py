@@ -33,7 +33,8 @@ class TruncatedExponential:
     @property
     def expected(self) -> float:
         """The mean of the truncated distribution."""
-        return self.mean - self.max / math.expm1(self.max / self.mean)
+        ratio = self.max / self.mean
+        return self.mean + self.max * math.exp(-ratio) / math.expm1(-ratio)
 
     @property
     def longest(self) -> int:

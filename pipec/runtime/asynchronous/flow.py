@@ -80,7 +80,7 @@ class Flow:
         """
         packets = batch.packets()
         if self.window is not None:
-            check_trained(self.weights)
+            check_unchanged(self.weights)
         options = {stage: rates.options_of(optimizer) for stage, optimizer in self.optimizers.items()}
         flight = flight_of(batch, random, self.steps.every, options)
         if self.window is None:
@@ -108,9 +108,13 @@ class Flow:
 
         Returns:
             The numbers of these minibatches.
+
+        Raises:
+            RunError: parameters were frozen or replaced meanwhile; nothing is lost then.
         """
         if self.window is None:
             return ()
+        check_unchanged(self.weights)
         numbers = tuple(flight.number for flight in self.in_flight)
         count = min(self.fed, len(self.steps.segments))
         segment = self.steps.flush(count)
@@ -242,13 +246,11 @@ def lost(flights: Sequence[Flight]) -> str:
            "an empty pipeline"
 
 
-def check_trained(weights: Sequence[StageWeights]) -> None:
-    """Raise RunError for parameters that were frozen while minibatches that use them are in flight."""
-    problems = [
-        Problem(f"{own.stage.name}.{name} does not require a gradient any more")
-        for own in weights for name, p in zip(own.names, own.parameters, strict=True) if not p.requires_grad
-    ]
-    what = "parameters changed while minibatches are in flight; call run.flush() before freezing"
+def check_unchanged(weights: Sequence[StageWeights]) -> None:
+    """Raise RunError for parameters that were frozen or replaced while minibatches that use them are in flight."""
+    problems = [Problem(f"{own.stage.name}.{told}") for own in weights for told in own.changes()]
+    what = "parameters changed while minibatches are in flight; undo that, call run.flush(), then change them " \
+           "(run.restore() of a checkpoint drops what is in flight)"
     raise_all(what, problems, RunError, most=8)
 
 

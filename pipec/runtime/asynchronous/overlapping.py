@@ -16,7 +16,7 @@ from pipec.runtime.alone import Alone
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.flow import Flow
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
-from pipec.runtime.asynchronous.result import AsynchronousResult
+from pipec.runtime.asynchronous.result import AsynchronousResult, Finished, result_of
 from pipec.runtime.asynchronous.weights import StageWeights, named
 from pipec.runtime.backends import Backend
 from pipec.runtime.batchnorm import Deferred
@@ -44,6 +44,7 @@ class Overlapping:
     _position: Position
     _streams: Streams
     _flow: Flow | None
+    _left: list[Finished]  # what a switch to a synchronous plan finished, for flush()
     _party: Alone
     _weights: list[StageWeights]
     _rescheduling: Rescheduling | None
@@ -61,11 +62,14 @@ class Overlapping:
 
         Returns:
             What was finished, the flushes of ``evaluate()``, ``checkpoint()`` and ``switch()`` since the last result
-            included; nothing with a synchronous plan.
+            included; with a synchronous plan what the switch to it finished.
         """
         with self._alone():
             self._drain()
-            return AsynchronousResult({}, {}, self.plan.minibatch) if self._flow is None else self._flow.result()
+            if self._flow is not None:
+                return self._flow.result()
+            found, self._left = self._left, []
+            return result_of(self.spec, self.plan.minibatch, found)
 
     def switch(self, plan: Plan) -> None:
         """Go on with another plan of the same pipeline, on the same weights and optimizers.
@@ -81,9 +85,10 @@ class Overlapping:
             self._party.switch()
             flow = self._flow_of(plan)
             self._drain()
-            if flow is not None and self._flow is not None:
-                flow.pending = self._flow.pending
-            before, self.plan, self._flow, self._plans = self.plan, plan, flow, {}
+            left = self._left if self._flow is None else self._flow.pending
+            if flow is not None:
+                flow.pending, left = left, []
+            before, self.plan, self._flow, self._plans, self._left = self.plan, plan, flow, {}, left
             if plan.devices != before.devices:
                 self._backend.close()
                 self._backend = make_backend(self._backend_name, self.spec.name, plan.devices, self._watchdog)
@@ -94,6 +99,10 @@ class Overlapping:
         Raises:
             RunError: listing what asynchronous plans cannot do.
         """
+        for option, given, kind in (("rescheduling", self._rescheduling, Rescheduling),
+                                    ("delay", self._delay, TruncatedExponential)):
+            if given is not None and not isinstance(given, kind):
+                raise RunError(f"{option}= takes a pipec.{kind.__name__}, got {given!r}")
         if not plan.asynchronous:
             return None
         raise_all(f"asynchronous schedule {plan.schedule!r}", refusals(self), RunError)
@@ -149,15 +158,18 @@ class Overlapping:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def _saved_rules(self) -> dict[str, dict[str, Any]]:
-        """Per parameter the updates it had and what the weight rule keeps of it."""
-        called = names.aliases(self._owners)
-        return {
-            called[id(parameter)][0]: {
-                "updates": weights.updates, **{key: own[place].clone() for key, own in weights.buffers.items()}
+        """Per parameter the updates it had, the last one's learning rate, and what the weight rule keeps of it."""
+        called, made = names.aliases(self._owners), {}
+        for weights in (weights for weights in self._weights if weights.updates or weights.buffers):
+            rates = {
+                id(p): rate for group, rate in zip(self._groups(weights), weights.rates, strict=False)
+                for p in group["params"]
             }
-            for weights in self._weights if weights.updates or weights.buffers
-            for place, parameter in enumerate(weights.parameters)
-        }
+            for place, parameter in enumerate(weights.parameters):
+                own: dict[str, Any] = {key: kept[place].clone() for key, kept in weights.buffers.items()}
+                own |= {"rate": rates[id(parameter)]} if id(parameter) in rates else {}
+                made[called[id(parameter)][0]] = {"updates": weights.updates, **own}
+        return made
 
     def _load_rules(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on from :meth:`_saved_rules`, whatever stages the parameters are in now."""
@@ -167,11 +179,21 @@ class Overlapping:
             found = [next((saved[name] for name in called[id(p)] if name in saved), {}) for p in weights.parameters]
             weights.updates = max((own.get("updates", 0) for own in found), default=0)
             weights.buffers = {}
-            for key in {key for own in found for key in own} - {"updates"}:
+            for key in {key for own in found for key in own} - {"updates", "rate"}:
                 weights.buffers[key] = [
                     own[key].detach().clone() if key in own else torch.zeros_like(p, requires_grad=False)
                     for own, p in zip(found, weights.parameters, strict=True)
                 ]
+            rates = {id(p): own["rate"] for own, p in zip(found, weights.parameters, strict=True) if "rate" in own}
+            weights.rates = [
+                next((rates[id(p)] for p in group["params"] if id(p) in rates), group.get("lr"))
+                for group in self._groups(weights)
+            ] if rates else []
+
+    def _groups(self, weights: StageWeights) -> list[dict[str, Any]]:
+        """The parameter groups of a stage's optimizer."""
+        optimizer = self._updater.per_stage.get(weights.stage.index)
+        return [] if optimizer is None else optimizer.param_groups
 
 
 def refusals(run: Any) -> list[Problem]:

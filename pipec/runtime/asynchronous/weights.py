@@ -42,6 +42,14 @@ class Leaves:
             self._storages = found
         return self._storages
 
+    def moved(self) -> list[int]:
+        """Tensors that do not lie any more where :attr:`storages` found them."""
+        return [] if self._storages is None else [
+            index for index, tensor in enumerate(self.tensors)
+            if tensor.layout is torch.strided and tensor.numel()
+            and tensor.untyped_storage().data_ptr() not in self._storages
+        ]
+
     def find(self, tensor: Tensor) -> int | None:
         """The parameter that ``tensor`` is a view of, or -1 for a view that strides cannot tell, else None."""
         among = self.storages.get(tensor.untyped_storage().data_ptr())
@@ -123,6 +131,15 @@ class StageWeights:
             for name, p in module._parameters.items() if id(p) in self._index
         ]
         self._flat = [module for module in modules if isinstance(module, nn.RNNBase)]  # it lists its weights again
+
+    def changes(self) -> list[str]:
+        """What happened to the parameters since they were looked for that minibatches in flight cannot live with."""
+        told = [f"{name} does not require a gradient any more"
+                for name, p in zip(self.names, self.parameters, strict=True) if not p.requires_grad]
+        told += [f"{self.names[index]} was replaced by another parameter" for held, name, index in self._places
+                 if held.get(name) is not self.parameters[index]]
+        return told + [f"{self.names[index]} lies in other memory now (its .data was set)"
+                       for index in self.live.moved()]
 
     def of(self, version: int) -> Leaves:
         """The weights of ``version``, live or kept."""

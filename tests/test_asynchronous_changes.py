@@ -1,0 +1,188 @@
+"""Asynchronous runs whose parameters, options or plans change on the way: nothing is lost or silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from declared import chain
+from models import same
+from test_asynchronous_runs import SCHEDULES, WIDTH, adam, batches, momentum, runner, stages, state
+from torch import nn
+
+import pipec
+from pipec.rules import Rule
+from pipec.schedules.slots import by_slot, slots_of
+
+
+def _frozen(modules: list[nn.Module]) -> Callable[[], Any]:
+    modules[0].bias.requires_grad_(False)
+    return lambda: modules[0].bias.requires_grad_(True)
+
+
+def _replaced(modules: list[nn.Module]) -> Callable[[], Any]:
+    before = dict(modules[0].named_parameters())
+    modules[0].load_state_dict(copy.deepcopy(modules[0].state_dict()), assign=True)
+    return lambda: [setattr(modules[0], name, own) for name, own in before.items()]
+
+
+def _moved(modules: list[nn.Module]) -> Callable[[], Any]:
+    before = modules[0].bias.data
+    modules[0].bias.data = before.clone()
+    return lambda: setattr(modules[0].bias, "data", before)
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (_frozen, "a.bias does not require a gradient any more"),
+    (_replaced, "a.bias was replaced by another parameter"),
+    (_moved, "a.bias lies in other memory now"),
+])
+@pytest.mark.parametrize("name", ["pipedream", "pipemare"])
+def test_parameters_changed_in_mid_flight_lose_nothing(change: Any, told: str, name: str) -> None:
+    """Whatever would go on with them is refused until the change is undone."""
+    given = batches(6)
+    mine, plain = stages(), stages()
+    with runner(mine, SCHEDULES[name]) as run, runner(plain, SCHEDULES[name]) as other:
+        for batch in given[:5]:
+            run.step(**batch)
+            other.step(**batch)
+        under_way = run.in_flight
+        undo = change(mine)
+        for call in (lambda: run.step(**given[5]), run.flush, lambda: run.evaluate(**given[5]), run.checkpoint,
+                     lambda: run.switch(run.plan)):
+            with pytest.raises(pipec.RunError, match=told):
+                call()
+            assert run.in_flight == under_way
+        undo()
+        assert run.flush().finished == other.flush().finished
+    assert same(state(mine), state(plain))
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+def test_prediction_goes_on_from_a_checkpoint_with_the_last_learning_rates(optimizer: Any) -> None:
+    """A forward is predicted with the rate of the last update, which a scheduler or T1 has moved on from."""
+    given = batches(9)
+    how = {"optimizer": optimizer, "rescheduling": pipec.Rescheduling(steps=30), "microbatches": 1}
+    mine, again = stages(), stages()
+
+    def train(run: pipec.Runner, decay: list[Any], rows: list[Any]) -> None:
+        for batch in rows:
+            run.step(**batch)
+            for scheduler in decay:
+                scheduler.step()
+
+    def schedulers(run: pipec.Runner) -> list[Any]:
+        return [torch.optim.lr_scheduler.ExponentialLR(own, 0.7) for own in run.optimizers.values()]
+
+    saved = io.BytesIO()
+    with runner(mine, pipec.Predicted(inflight="full"), **how) as run:
+        decay = schedulers(run)
+        train(run, decay, given[:4])
+        torch.save([run.checkpoint(), [own.state_dict() for own in decay]], saved)
+        rates = run.learning_rates
+        train(run, decay, given[4:])
+        run.flush()
+    saved.seek(0)
+    with runner(again, pipec.Predicted(inflight="full"), **how) as run:
+        decay = schedulers(run)
+        taken, moved = torch.load(saved, weights_only=True)
+        run.restore(taken)
+        for own, before in zip(decay, moved, strict=True):
+            own.load_state_dict(before)
+        assert run.learning_rates == rates
+        train(run, decay, given[4:])
+        run.flush()
+    assert same(state(mine), state(again))
+
+
+def test_a_switch_to_a_synchronous_plan_keeps_what_it_finished() -> None:
+    given, modules = batches(4), stages()
+    net = chain(modules)
+    synchronous = pipec.compile(net, 3, 3, "1f1b", update="stage")
+    with runner(modules) as run, runner(stages()) as other:
+        for batch in given:
+            run.step(**batch)
+            other.step(**batch)
+        overlapping, expected = run.plan, other.flush()
+        run.switch(synchronous)
+        found = run.flush()
+        assert found.finished == expected.finished
+        assert torch.equal(found.loss, expected.loss)
+        assert run.flush().finished == ()
+        run.step(**given[0])
+        run.switch(overlapping)
+        assert run.flush().finished == ()
+
+
+def test_a_restore_forgets_results_of_minibatches_that_come_again() -> None:
+    given = batches(4)
+    with runner(stages()) as run:
+        run.step(**given[0])
+        early = run.checkpoint()
+        for batch in given[1:]:
+            run.step(**batch)
+        run.evaluate(**given[0])
+        run.restore(early)
+        run.step(**given[1])
+        finished = run.flush().finished
+    assert finished == ((1, 0), (1, 1), (1, 2))
+
+
+def test_options_of_other_types_are_refused() -> None:
+    with pytest.raises(pipec.RunError, match=r"rescheduling= takes a pipec\.Rescheduling, got 2000"):
+        runner(stages(), rescheduling=2000)
+    with pytest.raises(pipec.RunError, match=r"delay= takes a pipec\.TruncatedExponential, got 2\.0"):
+        runner(stages(), delay=2.0)
+    with pytest.raises(pipec.ScheduleError, match="D lies between 0 and 1, or is 'optimal'; got 'best'"):
+        runner(stages(), pipec.PipeMare(correction="best"))
+    with pytest.raises(pipec.ScheduleError, match=r"nesterov: the momentum lies in \[0, 1\); got 'high'"):
+        runner(stages(), pipec.Nesterov(momentum="high"))  # type: ignore[arg-type]
+    with runner(stages()) as run, pytest.raises(pipec.RunError, match="clip per stage in an optimizer's step"):
+        run.clip_grad_norm_(1.0)
+    assert pipec.TruncatedExponential(0.001, 4.0).expected == pytest.approx(0.001)
+
+
+class Newest(Rule):
+    """A rule without options is a plain class."""
+
+    name = "my-newest"
+
+    def versions(self, reads: Any) -> Any:
+        return reads.newest
+
+
+class Nameless(Rule):
+    pass
+
+
+def policy(rule: Any) -> Any:
+    def order(self: Any, problem: Any) -> Any:
+        return by_slot(problem, slots_of("full", len(problem.chunks)))
+
+    return type("Own", (), {"asynchronous": True, "weights": rule, "order": order, "name": "own"})()
+
+
+def test_rules_of_ones_own() -> None:
+    found = []
+    for schedule in (policy(Newest()), pipec.PipeMare(correction=None)):
+        modules = stages()
+        with runner(modules, schedule) as run:
+            for batch in batches(5):
+                run.step(**batch)
+            run.flush()
+        found.append(state(modules))
+    assert same(*found)
+    assert modules[0].weight.shape == (WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(("rule", "told"), [
+    (None, "it has none"), ("stash", "it has 'stash'"), (Newest, "it has <class"),
+    (Nameless(), "Nameless needs a class"),
+])
+def test_what_is_no_rule_is_told(rule: Any, told: str) -> None:
+    with pytest.raises(pipec.ScheduleError, match=f"schedule 'own'.*{told}"):
+        runner(stages(), policy(rule))
