@@ -13,6 +13,7 @@ from models import same
 from torch import Tensor, nn
 
 import pipec
+from pipec.runtime.randomness import Position
 
 WIDTH = 4
 SCHEDULES: dict[str, Any] = {
@@ -289,6 +290,9 @@ def test_random_delays() -> None:
     points = [delay.quantile((n + 0.5) / 20_000) for n in range(20_000)]
     assert sum(points) / len(points) == pytest.approx(delay.expected, abs=1e-3)
     assert max(points) <= 6.0
+    drawn = [delay.draw(Position(1, step), stage, 0) for step in range(200) for stage in range(20)]
+    assert sum(drawn) / len(drawn) == pytest.approx(delay.expected, abs=0.1)  # whole numbers, rounded to the nearest
+    assert max(drawn) <= delay.longest
     found = []
     for backend in ("replay", "replay"):
         mine = stages(dropout=0.2)
@@ -307,7 +311,6 @@ def test_random_delays_are_those_drawn() -> None:
     """The replay reads, per forward, the version that the drawn delay says."""
     delay, modules, given = pipec.TruncatedExponential(mean=1.5, max=4.0), stages(), batches(9)
     mine = copy.deepcopy(modules)
-    from pipec.runtime.randomness import Position
 
     def older(run: Replay, stage: int, version: int, microbatch: int) -> list[Tensor]:
         drawn = delay.draw(Position(1, microbatch // 2), stage, microbatch % 2)

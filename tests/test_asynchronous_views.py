@@ -38,6 +38,6 @@ def train(schedule: str) -> Tensor:
 
 
 def test_a_conjugated_parameter_is_refused_where_the_backward_reads_other_weights() -> None:
-    with pytest.raises(pipec.RunError, match="conjugated or across several parameters.*use schedule='pipedream'"):
+    with pytest.raises(pipec.RunError, match=r"conjugated or across several parameters.*use schedule='pipedream'"):
         train("pipemare")
     assert train("pipedream") > 0

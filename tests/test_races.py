@@ -214,6 +214,17 @@ def test_traps_are_set_on_values_and_gradients() -> None:
         traps[value] = kept
 
 
+def test_what_a_slot_held_is_filled_when_it_is_given_back() -> None:
+    plan = pipec.compile(pipec.chain(2), 2, 1)
+    held = what_slots_hold(plan)[0]
+    slot = next(slot for slot, own in held.items() if own.value)
+    traps = Traps(plan, held, 1 + max(held))
+    memory = np.ones(3)
+    traps[slot] = torch.from_numpy(memory)
+    traps[slot] = None
+    assert np.isnan(memory).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 def test_memory_that_nobody_else_holds_is_filled(dtype: torch.dtype) -> None:
     made = [torch.ones(3, dtype=dtype)]

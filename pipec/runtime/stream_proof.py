@@ -156,14 +156,13 @@ def _callers(calls: Sequence[Call], happened: Happened) -> list[str]:
             first.setdefault(call.stream, number)
     if not last:
         return ["no caller's stream waits for the lanes"]
-    after = 0
-    for number in last.values():
-        after |= happened.before[number]
+    after = {stream: happened.before[number] for stream, number in last.items()}
     recorded = {calls[number].what for number in first.values()}
     for stream in dict.fromkeys(call.stream for call in calls if not call.stream.startswith(("caller", "host"))):
         own = [number for number, call in enumerate(calls) if call.stream == stream]
         if not (calls[own[0]].kind == "wait" and calls[own[0]].what in recorded):
             found.append(f"{stream} does not wait for its caller first")
         works = [number for number in own if calls[number].kind == "run"]
-        found += [f"no caller waits for {calls[number].what}" for number in works if not after >> number & 1]
+        found += [f"no caller waits for {calls[number].what}" for number in works
+                  if not after.get(f"caller {calls[number].device}", 0) >> number & 1]
     return found
