@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 
 from pipec.costs import Activations, Costs
 from pipec.errors import ScheduleError, SpecError
+from pipec.given import spec_of
 from pipec.ir import BACKWARDS, Chunk, Kind, Plan
 from pipec.passes.copies import copies
 from pipec.passes.draft import Draft
@@ -71,7 +72,7 @@ def compile(  # noqa: A001 - the verb of this library
     Raises:
         SpecError, ScheduleError, PlanError: the declaration, the choice of schedule, or the plan is at fault.
     """
-    spec = pipeline.spec
+    spec = spec_of(pipeline, "compile")
     policy = find_schedule(schedule)
     devices = getattr(policy, "devices", None) if devices is None else devices
     microbatches = getattr(policy, "microbatches", 1) if microbatches is None else microbatches
@@ -91,11 +92,22 @@ def compile(  # noqa: A001 - the verb of this library
         if not isinstance(costs, Costs):
             raise SpecError(f"costs must be pipec.Costs(...), got {type(costs).__name__}")
         costs.check(spec.graph)
+    if not forward_only and slices != 1:
+        refuse_slices(policy, slices)
     check_slices(spec, slices)
     default = getattr(policy, "placement", "linear")
     made = place(spec, devices, placement, chunks or getattr(policy, "chunks", None), costs, default)
     recipe = Recipe(policy, recompute, update, update_early, not forward_only, data_parallel, memory_limit)
     return build(spec.graph, made, devices, microbatches, recipe, costs, slices)
+
+
+def refuse_slices(policy: Policy, slices: Any) -> None:
+    """Raise ScheduleError for a schedule that takes no slices at all, whatever the pipeline declares about them."""
+    if is_asynchronous(policy):
+        raise ScheduleError(
+            f"schedule {policy_name(policy)!r} updates weights between microbatches, so it cannot cut them into "
+            f"{slices} slices; use a synchronous schedule, 'seq-1f1b' say"
+        )
 
 
 @frozen(eq=False)
@@ -119,11 +131,8 @@ def build(
     problem = Problem(chunks, devices, microbatches, chunk_edges(graph, chunks), costs or Costs(),
                       tuple(s.name for s in graph.stages), recipe.memory_limit, slices=slices)
     if recipe.training and is_asynchronous(recipe.policy):
-        if slices > 1:
-            raise ScheduleError(
-                f"schedule {policy_name(recipe.policy)!r} updates weights between microbatches, so it cannot cut them "
-                f"into {slices} slices; use a synchronous schedule, 'seq-1f1b' say"
-            )
+        if slices != 1:
+            refuse_slices(recipe.policy, slices)
         draft = settle(problem, lambda longer: compute_tasks(graph, longer, recipe))
     else:
         draft = compute_tasks(graph, problem, recipe)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.errors import Location, Problem, caller, raise_all
+from pipec.given import meant
 from pipec.losses import settle, takes_reduction
 from pipec.spec import InputSpec, LossSpec, OutputSpec, Ref, Spec, StageSpec
 from pipec.tree import flatten, unflatten
@@ -236,7 +237,7 @@ class Pipeline:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             name = getattr(fn, "__name__", type(fn).__name__)
-            self._problem(f"{what}: {name}{signature} cannot be called so: {error}")
+            self._problem(f"{what}: {name}{signature} cannot be called so: {_misnamed(signature, kwargs) or error}")
 
     def _check_count(self, what: str, count: Any) -> None:
         if not callable(count):
@@ -361,10 +362,20 @@ def _parameters(fn: Any) -> list[tuple[str, inspect.Parameter]]:
         return []
 
 
+def _misnamed(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
+    """Keyword arguments that the signature does not have: Python names the missing ones first, not the typo."""
+    if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        return ""
+    known = [name for name, one in signature.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD,
+                                                                               one.KEYWORD_ONLY)]
+    return "; ".join(f"it has no argument {name!r}{meant(name, known)}" for name in kwargs if name not in known)
+
+
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _brief(value: Any) -> str:
-    text = repr(value).split("\n")[0]
-    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
+    text, name = repr(value).split("\n")[0], type(value).__name__
+    shown = text[:60] + ("..." if len(text) > 60 else "")
+    return shown if text.startswith((name, "<")) else f"{name} {shown}"  # modules print their class themselves

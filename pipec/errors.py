@@ -50,6 +50,17 @@ class RenderError(PipecError):
     """A picture could not be made."""
 
 
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an exception, where it takes one; Python 3.10 keeps it without showing it."""
+    try:
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:
+            error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
+    except Exception:  # a user's class may refuse attributes; its own type matters more than the note
+        return
+
+
 @frozen
 class Location:
     """A line of the user's script."""

@@ -61,7 +61,7 @@ def test_results_hold_what_was_finished() -> None:
         results = [run.step(**batch) for batch in given]
         assert [result.finished for result in results[:4]] == [(), (), ((0, 0),), ((1, 0),)]
         assert run.in_flight == (4, 5)
-        assert repr(results[0]) == "Result(nothing finished: the pipeline is filling)"
+        assert repr(results[0]) == "Result(nothing finished: the pipeline is still filling)"
         with pytest.raises(pipec.RunError, match="still filling"):
             _ = results[0].loss
         assert results[2].minibatches == (0,)

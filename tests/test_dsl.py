@@ -68,8 +68,8 @@ def test_no_stage() -> None:
         (
             lambda n, x, v: n.stage("s", Add(), v, gain=2.0),
             "stage 's': Add(x: 'Any', y: 'Any' = None, scale: 'float' = 1.0) -> 'Any' "
-            "cannot be called so: got an unexpected "
-            "keyword argument 'gain'",
+            "cannot be called so: it has no "
+            "argument 'gain'",
         ),
         (
             lambda n, x, v: n.stage("s", Add(), "first"),
@@ -192,9 +192,9 @@ def test_a_forgotten_name_is_one_problem() -> None:
     a = net.stage(torch.nn.Linear(8, 8), x)  # type: ignore[arg-type]
     net.loss(torch.nn.MSELoss(), a, y)  # type: ignore[arg-type]
     assert [message for message, _ in problems(net)] == [
-        "stage: the first argument is the stage's name, a string; got Linear "
+        "stage: the first argument is the stage's name, a string; got "
         "Linear(in_features=8, out_features=8, bias=True)",
-        "loss: the first argument is the loss's name, a string; got MSELoss MSELoss()",
+        "loss: the first argument is the loss's name, a string; got MSELoss()",
     ]
     net = pipec.Pipeline("net")
     net.output(net.stage(torch.relu, pipec.skip(net.input("x"))), name="r")  # type: ignore[arg-type]

@@ -109,8 +109,9 @@ def _regular(spec: Spec, devices: int, placement: str, chunks: int | None, costs
     count = devices * per_device
     if stages < count:
         each = "" if per_device == 1 else f" with {per_device} chunks each"
+        most = stages // per_device
         advice = (
-            f"compile for at most {stages // per_device} devices" if stages >= per_device
+            f"compile for at most {most} device{'s' * (most > 1)}" if stages >= per_device
             else "choose a linear placement"
         )
         raise ScheduleError(

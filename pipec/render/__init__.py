@@ -9,6 +9,7 @@ from typing import Any
 from attrs import fields
 
 from pipec.errors import RenderError
+from pipec.given import spec_of
 from pipec.ir import Plan
 from pipec.render.picture import Picture
 from pipec.timeline import Timeline
@@ -58,6 +59,8 @@ def draw(
     timelines = [item.simulate(costs) if isinstance(item, Plan) else item for item in given]
     for item in timelines:
         if not isinstance(item, Timeline):
+            if callable(item):  # a model
+                spec_of(item, "draw", RenderError)
             raise RenderError(
                 f"draw takes a Plan or a Timeline, got {type(item).__name__}; compile a pipeline first, or "
                 'draw it with graph="stages"'
@@ -90,6 +93,8 @@ def _draw_graph(what: Any, path: str | Path | None, graph: str, options: dict[st
         what = what.plan
     if graph == "stages":
         _known(options, {"pipeline", "costs", "timeout"}, "a stage graph")
+        if callable(what):  # a model
+            spec_of(what, "draw", RenderError)
         if not isinstance(what, Plan) and not hasattr(what, "spec"):
             raise RenderError(f"a stage graph is drawn of a Pipeline or a Plan, got {type(what).__name__}")
         return _written(draw_stages(what, **options), path)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from pipec.compiler import compile as compile_plan
 from pipec.errors import RunError
+from pipec.given import spec_of
 from pipec.ir import Kind, Plan
+from pipec.runtime.asynchronous.part import part
 from pipec.runtime.reference import Reference
 from pipec.runtime.runner import Runner
 from pipec.tree import flatten
@@ -67,18 +70,30 @@ def check(
         A report that names, in the order of computation, every stage, microbatch and task whose values or gradients
         differ, then losses, outputs, parameter gradients and buffers. Parameters, ``.grad`` and buffers are put back.
 
-    A plan with UPDATE tasks is checked without them: compile it with ``update=None``.
+    UPDATE tasks of the plan are left out: gradients are compared as an optimizer would find them.
+
+    Raises:
+        RunError: a plan and options to compile another, or an asynchronous plan, whose minibatches overlap.
     """
+    spec = spec_of(pipeline, "check", RunError)
     if not isinstance(batch, Mapping):
-        names = ", ".join(f"{item.name!r}: ..." for item in pipeline.spec.inputs)
+        names = ", ".join(f"{item.name!r}: ..." for item in spec.inputs)
         raise RunError(f"check: the batch is a mapping by input name, {{{names}}}; got {type(batch).__name__}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise RunError(f"check: plan= is what pipec.compile returns, got {type(plan).__name__} {plan!r}")
+    if plan is not None and options:
+        raise RunError(
+            f"check: got a plan and {', '.join(f'{name}=' for name in options)} to compile another; leave one of them "
+            "out: check(net, batch, plan), or check(net, batch, schedule='1f1b')"
+        )
     if plan is None:
-        stages, schedule = pipeline.spec.stages, options.get("schedule")
+        stages, schedule = spec.stages, options.get("schedule")
         carried = [stage.device for stage in stages if stage.device is not None]
         devices = 1 + max(carried) if carried else min(2, len(stages))
         usual: dict[str, Any] = {"devices": devices, "microbatches": 4}
         written = [name for name in usual if getattr(schedule, name, None) is not None]
         plan = compile_plan(pipeline, **({name: n for name, n in usual.items() if name not in written} | options))
+    plan = without_updates(plan)
     mine, theirs = Record(), Record()
     with Runner(pipeline, plan, backend=backend) as run:
         run.probe = _recorder(mine)
@@ -88,7 +103,7 @@ def check(
     expected = _observe(loop, loop.stages, batch)
     differences: list[Difference] = []
     compared = 0
-    names = [stage.name for stage in pipeline.spec.stages]
+    names = [stage.name for stage in spec.stages]
     for key in theirs:
         kind, stage, piece = key
         m = _item(piece, plan.slices)
@@ -98,6 +113,25 @@ def check(
         compared += _compare(where, got.get(where), expected[where], differences)
     title = f"{plan.graph.name}: {plan.schedule}, {plan.devices} devices, {plan.microbatches} microbatches"
     return CheckReport(title, compared, tuple(differences))
+
+
+def without_updates(plan: Plan) -> Plan:
+    """The plan without its UPDATE tasks.
+
+    Raises:
+        RunError: it is asynchronous: without updates between minibatches nothing of it is left.
+    """
+    if plan.asynchronous:
+        raise RunError(
+            f"check: {plan.schedule!r} is asynchronous: several minibatches are under way at once on different "
+            "weights, so no single step of the plain loop has its numbers; check the stages with a synchronous "
+            "schedule, check(net, batch, schedule='1f1b'), and which weights each task reads with plan.verify()"
+        )
+    if plan.update is None:
+        return plan
+    kept = np.flatnonzero(plan.table.kind != Kind.UPDATE)
+    recipe = None if plan.recipe is None else evolve(plan.recipe, update=None, update_early=False)
+    return evolve(part(plan, kept), update=None, update_early=False, recipe=recipe)
 
 
 def _item(piece: int, slices: int) -> str:

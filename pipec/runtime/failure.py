@@ -9,7 +9,7 @@ from typing import Literal
 from attrs import frozen
 from torch import Tensor
 
-from pipec.errors import RankError
+from pipec.errors import RankError, note
 from pipec.ir import Kind
 from pipec.runtime.program import Op
 from pipec.runtime.shared import SharedBuffers
@@ -47,17 +47,6 @@ def annotate(failure: Failure, graph: Graph, updated: Sequence[str] = ()) -> Bas
     if updated:
         note(failure.error, f"pipec: updated before: {', '.join(updated)}; their parameters have changed")
     return failure.error
-
-
-def note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, where it takes one; Python 3.10 keeps it without showing it."""
-    try:
-        if hasattr(error, "add_note"):
-            error.add_note(text)
-        else:
-            error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]
-    except Exception:  # a user's class may refuse attributes; its own type matters more than the note
-        return
 
 
 def told(error: BaseException) -> str:

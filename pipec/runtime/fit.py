@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipec.errors import RunError
+from pipec.given import meant, spec_of
 from pipec.ir import Plan
+from pipec.runtime.asynchronous.delays import TruncatedExponential
+from pipec.runtime.asynchronous.rescheduling import Rescheduling
 
 BACKENDS = ("auto", "threads", "replay", "lanes", "adversarial", "cuda", "distributed")
 HONEST = tuple(name for name in BACKENDS if name != "adversarial")  # that looks for what is wrong in a plan itself
@@ -15,9 +18,11 @@ HONEST = tuple(name for name in BACKENDS if name != "adversarial")  # that looks
 def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: Any) -> None:
     """Raise RunError when they do not, PlanError when the plan breaks an invariant."""
     if isinstance(pipeline, Plan) or not isinstance(plan, Plan):
+        if not isinstance(pipeline, Plan):
+            spec_of(pipeline, "Runner", RunError)
         swapped = "; swap them" if isinstance(pipeline, Plan) and hasattr(plan, "spec") else ""
         raise RunError(f"Runner(pipeline, plan): got {type(pipeline).__name__} and {type(plan).__name__}{swapped}")
-    spec = pipeline.spec
+    spec = spec_of(pipeline, "Runner", RunError)
     if spec.graph != plan.graph:
         raise RunError(
             f"the plan was compiled for another pipeline: {_difference(spec.graph, plan.graph)}; "
@@ -28,12 +33,36 @@ def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: 
         raise RunError(
             f"stages without a module cannot run: {', '.join(empty)}; placeholders are for plans and pictures"
         )
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence)):
+        raise RunError(
+            f"devices= is a list of one torch device per logical device, {plan.devices} here, got {devices!r}; for one "
+            f"and the same: devices=[{str(devices)!r}] * {plan.devices}"
+        )
     if devices is not None and len(devices) != plan.devices:
         raise RunError(f"the plan has {plan.devices} devices, got {len(devices)}: {list(devices)}")
     if isinstance(backend, str) and backend not in BACKENDS:
-        raise RunError(f"unknown backend {backend!r}; known are {', '.join(BACKENDS)}")
+        raise RunError(f"unknown backend {backend!r}{meant(backend, BACKENDS)}; known are {', '.join(BACKENDS)}")
     if backend is None or backend in HONEST:
         plan.verify()  # it may come from a file or an edited text, and a wrong order would wait for ever
+
+
+def check_asynchronous_options(plan: Plan, rescheduling: Any, delay: Any) -> None:
+    """Raise RunError for an option of asynchronous plans of the wrong type, or where it could never do anything.
+
+    A synchronous plan with update="stage" may be a warm-up, after which the runner switches to an asynchronous one.
+    """
+    for name, given, kind in (("rescheduling", rescheduling, Rescheduling), ("delay", delay, TruncatedExponential)):
+        if given is None:
+            continue
+        if not isinstance(given, kind):
+            usual = "steps=1000" if kind is Rescheduling else "mean=1.0, max=4.0"
+            raise RunError(f"{name}= takes pipec.{kind.__name__}({usual}) or None, got {given!r}")
+        if plan.update != "stage":
+            raise RunError(
+                f"{name}= is for asynchronous plans, or a synchronous warm-up with update='stage' before one "
+                f"(run.switch); the plan has schedule {plan.schedule!r} and update={plan.update!r}, where it would do "
+                f"nothing; leave it out, or compile with schedule='pipemare', update='stage'"
+            )
 
 
 def _difference(mine: Any, theirs: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.runtime.failure import note
+from pipec.errors import note
 
 
 class Accumulator:

@@ -17,6 +17,7 @@ from pipec.spec import owner_of
 
 Model = nn.Module | Mapping[str, Tensor]
 State = Mapping[str, Any]
+MOST = 8  # names in one message
 COMPILED = "_orig_mod."  # what torch.compile puts into the names of what it wraps
 
 
@@ -67,13 +68,14 @@ def owners(stages: Sequence[Stage], model: Model | None = None) -> list[Owner]:
         return own
     whole = Owner("", model)
     known = {id(value) for value in whole.values().values()}
-    lost = [
-        Problem(f"{name} is not in model=; make the stages from the model's own modules, not from copies, or give "
-                "model= a dict of all tensors by name")
-        for owner in own for name, value in owner.values().items()
-        if isinstance(value, Tensor) and id(value) not in known
-    ]
-    raise_all("model=", lost, RunError)
+    lost = [name for owner in own for name, value in owner.values().items()
+            if isinstance(value, Tensor) and id(value) not in known]
+    if lost:
+        more = f" and {len(lost) - MOST} more" if len(lost) > MOST else ""
+        raise RunError(
+            f"{', '.join(lost[:MOST])}{more} {'is' if len(lost) == 1 else 'are'} not in model=; make the stages from "
+            "the model's own modules, not from copies, or give model= a dict of all tensors by name"
+        )
     return [whole]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipec.errors import RunError
+from pipec.errors import RunError, note
 from pipec.ir import Plan
-from pipec.runtime.failure import note
 from pipec.runtime.stages import Stage
 
 Hook = Callable[[list[Tensor]], Any]
@@ -32,13 +32,13 @@ class Updater:
         """``anywhere``: whether a flag is true in any of the processes that run the plan."""
         self.update, self.scaler, self.hook, self._anywhere = plan.update, scaler, hook, anywhere
         self.per_stage: dict[int, Optimizer] = {}
-        self.skip = False
+        self.skip = self.in_hook = False
         self.updated: list[int] = []
         check_fit(plan.update, optimizer, hook)
         if plan.update_early:
             check_early(stages, scaler, hook)
         if plan.update == "all":
-            self.per_stage[-1] = optimizer
+            self.per_stage[-1] = check_closure(optimizer)
         elif plan.update == "stage":
             owned: set[int] = set()
             for stage in stages:
@@ -53,7 +53,7 @@ class Updater:
                             f"optimizer(params) must return a torch.optim.Optimizer, got {type(made).__name__} for "
                             f"stage {stage.name!r}"
                         )
-                    self.per_stage[stage.index] = made
+                    self.per_stage[stage.index] = check_closure(made)
         self._stages = [s for s in stages if plan.graph.stages[s.index].backward]
         self._known: set[int] = set()
         if plan.update is not None:
@@ -111,11 +111,14 @@ class Updater:
             self.skip = self._anywhere(found)
             tell_scaler(self.scaler, self.skip)
         if self.hook is not None and not self.skip:
+            self.in_hook = True
             try:
                 self.hook(everything)
             except BaseException as error:
                 note(error, "pipec: raised in before_update, after all backwards and before any UPDATE")
                 raise
+            finally:
+                self.in_hook = False
 
     def _everything(self, parameters: list[Tensor]) -> list[Tensor]:
         """Those of the pipeline, and others that the user gave to an optimizer (an encoder in front, say)."""
@@ -157,6 +160,22 @@ def all_finite(gradients: Sequence[Tensor]) -> bool:
     for gradient in gradients:
         flags.setdefault(gradient.device, []).append(torch.isfinite(gradient).all())
     return all(bool(torch.stack(own).all()) for own in flags.values())
+
+
+def check_closure(optimizer: Optimizer) -> Optimizer:
+    """The optimizer. Raises RunError when its ``step`` cannot be called without an argument, as LBFGS cannot."""
+    try:
+        needed = [name for name, one in inspect.signature(optimizer.step).parameters.items()
+                  if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    except (TypeError, ValueError):
+        needed = []
+    if needed:
+        raise RunError(
+            f"the optimizer {type(optimizer).__name__} needs {', '.join(needed)} in its step: a function that computes "
+            "the loss again, which an UPDATE of a plan cannot; use an optimizer whose step() takes none (SGD, Adam), "
+            "or compile with update=None and call run.step() inside the closure of your own optimizer"
+        )
+    return optimizer
 
 
 def check_early(stages: Sequence[Stage], scaler: Any, hook: Hook | None) -> None:

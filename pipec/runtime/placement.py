@@ -33,7 +33,7 @@ def real_devices(given: Sequence[Any] | None, backend: Any, count: int) -> list[
                 "backend='lanes' for the same lanes and copies on it"
             )
         return [torch.device(kind, number % there) for number in range(count)]
-    devices = [_indexed(torch.device(one)) for one in given]
+    devices = [_indexed(_device(one)) for one in given]
     kinds = sorted({device.type for device in devices})
     if kinds == ["cpu"]:
         if backend == "cuda":
@@ -59,6 +59,15 @@ def accelerators() -> tuple[str, int]:
         return "cuda", 0
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None else "cuda", torch.accelerator.device_count()
+
+
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise RunError(
+            f"devices: {given!r} is no torch device; give names such as 'cpu' or 'cuda:0', or torch.device objects"
+        ) from None
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipec.costs import Costs, StageCosts
 from pipec.errors import RunError
+from pipec.given import spec_of
 from pipec.runtime.borders import Packed, collect, edges, pack, unpack, version
 from pipec.runtime.engine import accumulate
 from pipec.runtime.split import input_half
@@ -52,7 +53,7 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
         RunError: a stage has no module.
         BaseException: whatever a stage raises.
     """
-    spec = pipeline.spec
+    spec = spec_of(pipeline, "profile", RunError)
     empty = [stage.name for stage in spec.stages if stage.fn is None]
     if empty:
         raise RunError(f"stages without a module cannot be profiled: {', '.join(empty)}")

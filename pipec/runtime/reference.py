@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipec.errors import RunError
+from pipec.given import spec_of
 from pipec.ir import Kind
 from pipec.runtime.aliases import check_aliases
 from pipec.runtime.batchnorm import deferred_layers, minibatch
@@ -35,7 +37,7 @@ class Reference:
     """See :func:`reference`."""
 
     def __init__(self, pipeline: Any, microbatches: int, seed: int | None = None, slices: int = 1) -> None:
-        self.spec, self.microbatches, self.slices = pipeline.spec, microbatches, slices
+        self.spec, self.microbatches, self.slices = spec_of(pipeline, "reference", RunError), microbatches, slices
         check_slices(self.spec, slices)
         self.stages = bind(self.spec)
         self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -24,6 +24,11 @@ def _shape(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_shape(part) for part in value) + "]"
     return "None" if value is None else type(value).__name__
+
+
+def counted_minibatches(numbers: Sequence[int]) -> str:
+    """``minibatch 3``, ``minibatches 3, 4``."""
+    return f"minibatch{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 @frozen(eq=False)
@@ -53,7 +58,7 @@ class Result:
         outputs = ", ".join(f"{name} {_shape(value)}" for name, value in self.outputs.items()) or "none"
         count = f"{self.microbatches} microbatch" + ("" if self.microbatches == 1 else "es")
         count += f" of {self.slices} slices" if self.slices > 1 else ""
-        told = f"; minibatches {', '.join(map(str, self.drained))} finished first" if self.drained else ""
+        told = f"; {counted_minibatches(self.drained)} finished first" if self.drained else ""
         return f"Result(losses: {losses}; outputs: {outputs}; {count}{'; skipped' if self.skipped else ''}{told})"
 
     @property

@@ -23,7 +23,7 @@ from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.choose import make_backend
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
-from pipec.runtime.fit import check_fit
+from pipec.runtime.fit import check_asynchronous_options, check_fit
 from pipec.runtime.gradients import Accumulator, commit
 from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.placement import homes, place_stages, real_devices
@@ -98,6 +98,7 @@ class Runner(Overlapping, Stateful):
         timeout: float = 300.0,
     ) -> None:
         check_fit(pipeline, plan, devices, backend)
+        check_asynchronous_options(plan, rescheduling, delay)
         self.spec, self.plan = pipeline.spec, plan
         self._backend_name, self._watchdog = backend, watchdog
         self._real = real_devices(devices, backend, plan.devices)

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from pipec.errors import RunError
+from pipec.errors import RunError, note
 from pipec.lazy import Lazy
 from pipec.runtime.aliases import Aliases
 from pipec.runtime.borders import anchored, differs, own, private, unpack, version
@@ -270,11 +270,16 @@ class Stage:
         if fn is None:
             raise RunError(f"{what} is a placeholder without a function; it can be drawn but not run")
         args, kwargs = loss.call.fill(values, own)
-        if loss.watched:
-            with EvenMean(what, self.put_off.setdefault(what, [])):
+        try:
+            if loss.watched:
+                with EvenMean(what, self.put_off.setdefault(what, [])):
+                    value = fn(*args, **kwargs)
+            else:
                 value = fn(*args, **kwargs)
-        else:
-            value = fn(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, RunError):  # the watch over means names the loss itself
+                note(error, f"pipec: raised by {what}")
+            raise
         if not isinstance(value, Tensor) or value.dim() != 0:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise RunError(f"{what} must return a scalar tensor, got {got}; reduce it with .mean() or .sum()")

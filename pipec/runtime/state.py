@@ -65,12 +65,18 @@ class Stateful:
         optimizer; with UPDATE tasks inside ``before_update``: ``before_update=lambda _: run.clip_grad_norm_(1.0)``.
 
         Raises:
-            RunError: the plan is asynchronous: gradients are never there all together.
+            RunError: the plan is asynchronous, or it updates the stages and this is not inside ``before_update``.
             RuntimeError: the norm is not finite and ``error_if_nonfinite``.
         """
         if self.plan.asynchronous:
             raise RunError(f"asynchronous schedule {self.plan.schedule!r}: clip_grad_norm_() sees no gradient, every "
                            "stage updates on its own; clip per stage in an optimizer's step")
+        if self._updater.update is not None and not self._updater.in_hook:
+            raise RunError(
+                f"clip_grad_norm_: the plan was compiled with update={self._updater.update!r}, so step() has used the "
+                "gradients already and there is nothing left to clip; clip before the updates, "
+                "Runner(..., before_update=lambda _: run.clip_grad_norm_(1.0)), or compile with update=None"
+            )
         norm = self._party.norm(self.stages, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {float(norm)}, so they cannot be clipped")

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.errors import RunError
+from pipec.errors import RunError, note
 from pipec.ir import Kind, Plan
 from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sequence_length, sizes, split
 from pipec.runtime.borders import Gradient, Parcel, add
 from pipec.runtime.buffers import Mark
-from pipec.runtime.failure import note
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.randomness import Randomness
 from pipec.runtime.result import Result

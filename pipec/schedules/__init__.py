@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipec.errors import ScheduleError
+from pipec.given import meant
 from pipec.schedules.base import (
     B,
     F,
@@ -92,8 +93,9 @@ def find_schedule(schedule: Any) -> Policy:
     if isinstance(schedule, str):
         schedule = ALIASES.get(schedule, schedule)
         if schedule not in SCHEDULES:
+            near = meant(schedule, [*SCHEDULES, *ALIASES])
             raise ScheduleError(
-                f"unknown schedule {schedule!r}; known are {', '.join(SCHEDULES)}, or pass a function of a "
+                f"unknown schedule {schedule!r}{near}; known are {', '.join(SCHEDULES)}, or pass a function of a "
                 "problem, an object with a method order(problem), or pipec.parse_schedule(text)"
             )
         return SCHEDULES[schedule]()

@@ -34,7 +34,7 @@ def slices_in_turn(chunk: int, warmup: int, microbatches: int, slices: int) -> l
 
 @frozen
 class SeqOneFOneB:
-    """1f1b over slices of a sequence: a k-th of its bubble and about a k-th of its activations."""
+    """1f1b over slices of a sequence: a k-th of its bubble and about a k-th of its activations; 1f1b without slices."""
 
     bubble: ClassVar[str] = "(P-1)(F+B+W)/k at c=0"
     peak: ClassVar[str] = "(P-1+k)/k"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from pipec.errors import Problem, RunError, raise_all
+from pipec.errors import Problem, RunError, note, raise_all
 from pipec.ir import Plan
 from pipec.runtime.asynchronous import rescheduling as rates
 from pipec.runtime.asynchronous.delays import TruncatedExponential
@@ -22,7 +22,7 @@ from pipec.runtime.asynchronous.result import AsynchronousResult, Finished, resu
 from pipec.runtime.asynchronous.weights import StageWeights
 from pipec.runtime.asynchronous.window import Flight, Window, flight_of
 from pipec.runtime.channels import Channels
-from pipec.runtime.failure import Failure, annotate, note
+from pipec.runtime.failure import Failure, annotate
 from pipec.runtime.gradients import commit
 from pipec.runtime.program import Op
 from pipec.runtime.randomness import Randomness

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from pipec.errors import Problem, RunError, raise_all
@@ -16,7 +17,7 @@ from pipec.runtime.alone import Alone
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.flow import Flow
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
-from pipec.runtime.asynchronous.result import AsynchronousResult, Finished, result_of
+from pipec.runtime.asynchronous.result import IDLE, SYNCHRONOUS, AsynchronousResult, Finished, result_of
 from pipec.runtime.asynchronous.weights import StageWeights, named
 from pipec.runtime.backends import Backend
 from pipec.runtime.batchnorm import Deferred
@@ -67,9 +68,9 @@ class Overlapping:
         with self._alone():
             self._drain()
             if self._flow is not None:
-                return self._flow.result()
+                return evolve(self._flow.result(), empty=IDLE)
             found, self._left = self._left, []
-            return result_of(self.spec, self.plan.minibatch, found)
+            return evolve(result_of(self.spec, self.plan.minibatch, found), empty=SYNCHRONOUS)
 
     def switch(self, plan: Plan) -> None:
         """Go on with another plan of the same pipeline, on the same weights and optimizers.

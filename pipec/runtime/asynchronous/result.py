@@ -10,9 +10,18 @@ from attrs import Factory, frozen
 from torch import Tensor
 
 from pipec.errors import RunError
-from pipec.runtime.result import Result
+from pipec.runtime.result import Result, counted_minibatches
 from pipec.runtime.step import joined_output
 from pipec.spec import Spec
+
+FILLING = "the pipeline is still filling"
+IDLE = "nothing was in flight"
+SYNCHRONOUS = "the plan is synchronous, so every step finishes its own minibatch and nothing is left to flush"
+EMPTY = {  # why a result is empty, and where the losses are
+    FILLING: "look at result.finished first, or take the losses of run.flush()",
+    IDLE: "the losses are in the results of the steps or the flush that finished the minibatches",
+    SYNCHRONOUS: "the loss is in the result of step()",
+}
 
 
 @frozen(eq=False)
@@ -28,10 +37,12 @@ class AsynchronousResult(Result):
         microbatches: how many a minibatch is cut into.
         finished: (minibatch, microbatch) of each, ascending; minibatches counted as the run's steps from 0.
         microbatch_losses: by name, one scalar per entry of ``finished``, as the stage computed it.
+        empty: why nothing was finished, where ``finished`` is empty.
     """
 
     finished: tuple[tuple[int, int], ...] = ()
     microbatch_losses: dict[str, tuple[Any, ...]] = Factory(dict)
+    empty: str = FILLING
 
     @property
     def minibatches(self) -> tuple[int, ...]:
@@ -46,14 +57,13 @@ class AsynchronousResult(Result):
             RunError: nothing was finished yet.
         """
         if not self.finished:
-            raise RunError("no microbatch was finished in this step: the pipeline is still filling; look at "
-                           "result.finished first, or take the losses of run.flush()")
+            raise RunError(f"no loss here, since nothing was finished: {self.empty}; {EMPTY[self.empty]}")
         return Result.loss.__get__(self)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         if not self.finished:
-            return "Result(nothing finished: the pipeline is filling)"
-        told = f"minibatch{'es' if len(self.minibatches) > 1 else ''} {', '.join(map(str, self.minibatches))}"
+            return f"Result(nothing finished: {self.empty})"
+        told = counted_minibatches(self.minibatches)
         return f"{Result.__repr__(self)[:-1]}; {len(self.finished)} finished, of {told})"
 
 
