@@ -21,7 +21,7 @@ from pipec.runtime.borders import Packed, Parcel, pack
 from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.backend import traffic
 from pipec.runtime.distributed.channels import AHEAD, RankChannels
-from pipec.runtime.distributed.wire import Frame, fits, frame_of
+from pipec.runtime.distributed.wire import Frame, as_bytes, fits, frame_of
 from pipec.runtime.program import build_program
 
 
@@ -44,8 +44,8 @@ class End:
     me: int
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self.post.letters[self.me, peer, tag].append(tensors[0].clone())
-        self.post.sent += tensors[0].numel()
+        self.post.letters[self.me, peer, tag].append(as_bytes(tensors[0]).clone())
+        self.post.sent += tensors[0].nbytes
         return Work(lambda: None)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
@@ -59,8 +59,8 @@ class End:
             if not queue:
                 raise RuntimeError("Timed out: nothing was sent")
             letter = queue.pop(0)
-            assert letter.numel() == tensors[0].numel(), "a receive of another size than what was sent"
-            tensors[0].copy_(letter)
+            assert letter.nbytes == tensors[0].nbytes, "a receive of another size than what was sent"
+            as_bytes(tensors[0]).copy_(letter)
 
         return Work(wait)
 

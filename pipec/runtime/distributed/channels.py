@@ -11,6 +11,7 @@ comes to the end of the step, and the connections stay usable.
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import struct
 from collections import deque
@@ -26,16 +27,18 @@ from pipec.errors import RankError
 from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.wire import (
     HEAD,
+    Envelope,
     Frame,
     as_bytes,
     dumped,
-    fill,
     fits,
     frame_of,
     loaded,
     lone_of,
     payload_of,
     rebuilt,
+    sole,
+    sole_room,
 )
 from pipec.runtime.program import Op, Route
 from pipec.spec import Graph
@@ -77,6 +80,15 @@ class Posted:
 
 
 @define(eq=False)
+class Sending:
+    """A send under way, and what must live until it ends."""
+
+    number: int  # of the message on its link
+    work: Any
+    envelope: Envelope | None  # free again when it has ended
+
+
+@define(eq=False)
 class Link:
     """One direction between this rank and another: what is still to come, and what is under way."""
 
@@ -84,8 +96,12 @@ class Link:
     messages: list[Message]
     at: int = 0  # messages sent, or received
     posted: deque[Posted] = field(factory=deque)
-    sending: deque[tuple[Any, Any]] = field(factory=deque)  # works and what must live until they end
-    known: int = 0  # of a sending link: how many the reader says it has
+    sending: deque[Sending] = field(factory=deque)
+
+
+def header_of(buffer: Tensor) -> Any:
+    """The memory of the header at the beginning of a buffer of any dtype; for use while the buffer lives."""
+    return (ctypes.c_char * HEAD).from_address(buffer.data_ptr())
 
 
 class RankChannels:
@@ -106,6 +122,7 @@ class RankChannels:
         self._in = {peer: Link(peer, messages) for peer, messages in incoming.items()}
         self._out = {peer: Link(peer, messages) for peer, messages in outgoing.items()}
         self._frames, self._rows = frames, rows
+        self._envelopes: dict[Frame, list[Envelope]] = {}  # those that no send is using
         self.learned: dict[Key, Frame] = {}
         self._timeout = timedelta(seconds=timeout)
         self.stopped = False
@@ -135,6 +152,8 @@ class RankChannels:
         """Empty buffers for a message: one with its header in front, or header and tensors apart."""
         if frame is None or not frame.leaves:
             return [torch.empty(HEAD, dtype=torch.uint8)]
+        if frame.room and len(frame.leaves) == 1:
+            return [sole_room(frame, self._device)]
         if frame.room:
             return [torch.empty(frame.room, dtype=torch.uint8, device=self._device)]
         return [torch.empty(HEAD, dtype=torch.uint8), *(
@@ -155,13 +174,14 @@ class RankChannels:
         return slot, payload
 
     def _next(self, link: Link) -> tuple[int, Any]:
-        self._post(link)
+        if not link.posted:
+            self._post(link)
         posted = link.posted[0]
         self._wait(posted.works, link, posted.message)
         link.posted.popleft()
         link.at += 1
         self._post(link)
-        status, length, task, known = HEADER.unpack_from(posted.buffers[0].numpy().data)
+        status, length, task, known = HEADER.unpack_from(header_of(posted.buffers[0]))
         message = posted.message
         if task != message.op.task:
             text = f"device {link.peer} sent task {task}, this rank expects {message.op.task}"
@@ -198,7 +218,9 @@ class RankChannels:
             raise self.broken from error
 
     def _opened(self, frame: Frame, buffers: list[Tensor]) -> Any:
-        if frame.room:
+        if frame.room and len(frame.leaves) == 1:
+            made = [sole(frame, buffers[0])]
+        elif frame.room:
             made = [rebuilt(frame, number, buffers[0], at) for number, at in enumerate(frame.offsets)]
         else:
             rest = iter(buffers[1:])
@@ -217,62 +239,79 @@ class RankChannels:
         expected = self._frames.get(self._key(message))
         lone = None if expected is None else lone_of(expected, payload)
         if expected is not None and lone is not None:
-            self._give(link, message, self._packed(expected, [lone]))
+            self._give(link, message, expected, [lone])
             return
         frame, tensors = frame_of(payload)
-        if fits(expected, frame):
-            self._give(link, message, self._packed(frame, tensors))
+        if expected is not None and fits(expected, frame):
+            self._give(link, message, expected, tensors)
             return
         blob = dumped(frame, message.what)
-        buffers = self._packed(frame, tensors) if frame.leaves else []  # what can fail comes before the first send
+        envelope = self._envelope(frame, tensors) if frame.leaves else None  # what can fail comes before the first send
+        parts = self._parts(frame, tensors) if envelope is None and frame.leaves else []
         self._unfilled(link, message, expected, CHANGED, len(blob))
-        self._send(link, [blob, *buffers], FOLLOWING)
+        for buffer in (blob, *parts):
+            self._send(link, buffer, FOLLOWING)
+        if envelope is not None:
+            self._send(link, envelope.buffer, FOLLOWING, envelope)
         self.learned[self._key(message)] = frame
 
     def _unfilled(self, link: Link, message: Message, expected: Frame | None, status: int, length: int) -> None:
         """Send what the reader has made room for, so that its receives end, with a header that says it is nothing."""
         buffers = self._room(expected)
-        self._head(buffers[0], link, message, status, length)
-        self._send(link, buffers, EXPECTED)
+        self._head(header_of(buffers[0]), link, message, status, length)
+        for buffer in buffers:
+            self._send(link, buffer, EXPECTED)
         link.at += 1
 
-    def _give(self, link: Link, message: Message, buffers: list[Tensor]) -> None:
+    def _give(self, link: Link, message: Message, frame: Frame, tensors: list[Tensor]) -> None:
         """Send a message of the form that is expected."""
-        self._head(buffers[0], link, message, SAME, 0)
-        self._send(link, buffers, EXPECTED)
+        envelope = self._envelope(frame, tensors)
+        if envelope is not None:
+            self._head(envelope.head, link, message, SAME, 0)
+            self._send(link, envelope.buffer, EXPECTED, envelope)
+        else:
+            parts = self._parts(frame, tensors)
+            self._head(header_of(parts[0]), link, message, SAME, 0)
+            for buffer in parts:
+                self._send(link, buffer, EXPECTED)
         link.at += 1
 
-    def _packed(self, frame: Frame, tensors: list[Tensor]) -> list[Tensor]:
-        """The buffers of a message, room for its header in the first."""
-        if frame.leaves and not frame.room:
-            parts = (as_bytes(t) for t, leaf in zip(tensors, frame.leaves, strict=True) if leaf.nbytes)
-            return [torch.empty(HEAD, dtype=torch.uint8), *parts]
-        joint = torch.empty(frame.room if frame.leaves else HEAD, dtype=torch.uint8, device=self._device)
-        for number, (tensor, at) in enumerate(zip(tensors, frame.offsets, strict=True)):
-            fill(frame, number, joint, at, tensor.detach())
-        return [joint]
+    def _envelope(self, frame: Frame, tensors: list[Tensor]) -> Envelope | None:
+        """A filled envelope, used before if one is free; None where the tensors travel one by one."""
+        if not frame.room:
+            return None
+        free = self._envelopes.get(frame)
+        envelope = free.pop() if free else Envelope(frame, self._device)
+        envelope.fill(tensors)
+        return envelope
 
-    def _head(self, buffer: Tensor, link: Link, message: Message, status: int, length: int) -> None:
+    def _parts(self, frame: Frame, tensors: list[Tensor]) -> list[Tensor]:
+        """A header, and each tensor sent from its own memory."""
+        parts = (as_bytes(t) for t, leaf in zip(tensors, frame.leaves, strict=True) if leaf.nbytes)
+        return [torch.empty(HEAD, dtype=torch.uint8), *parts]
+
+    def _head(self, memory: Any, link: Link, message: Message, status: int, length: int) -> None:
         back = self._in.get(link.peer)
         known = back.at if back is not None else 0
-        HEADER.pack_into(buffer.numpy().data, 0, status, length, message.op.task, known)
+        HEADER.pack_into(memory, 0, status, length, message.op.task, known)
 
-    def _send(self, link: Link, buffers: Sequence[Tensor], tag: int) -> None:
-        for buffer in buffers:
-            link.sending.append((link.at, self._group.send([buffer], link.peer, tag)))
-        while link.sending and link.at - link.sending[0][0] >= PENDING:
+    def _send(self, link: Link, buffer: Tensor, tag: int, envelope: Envelope | None = None) -> None:
+        link.sending.append(Sending(link.at, self._group.send([buffer], link.peer, tag), envelope))
+        while link.at - link.sending[0].number >= PENDING:
             self._sent(link)
 
     def _acknowledged(self, peer: int, known: int) -> None:
         """Let go of what the peer says it has received."""
         link = self._out.get(peer)
         if link is not None:
-            while link.sending and link.sending[0][0] < known:
+            while link.sending and link.sending[0].number < known:
                 self._sent(link)
 
     def _sent(self, link: Link) -> None:
-        number, work = link.sending.popleft()
-        self._wait([work], link, link.messages[min(number, len(link.messages) - 1)])
+        sending = link.sending.popleft()
+        self._wait([sending.work], link, link.messages[min(sending.number, len(link.messages) - 1)])
+        if sending.envelope is not None:
+            self._envelopes.setdefault(sending.envelope.frame, []).append(sending.envelope)
 
     # -- ends -----------------------------------------------------------------------------------------------
 
@@ -299,7 +338,7 @@ class RankChannels:
                     message = link.messages[link.at]
                     expected = self._frames.get(self._key(message))
                     self._unfilled(link, message, expected, FAILED, len(blob))
-                    self._send(link, [blob], FOLLOWING)
+                    self._send(link, blob, FOLLOWING)
         self.finish()
 
     def farewell(self, failure: tuple[Any, ...]) -> None:
@@ -313,9 +352,9 @@ class RankChannels:
                 try:
                     expected = self._frames.get(self._key(message))
                     buffers = self._room(expected)
-                    self._head(buffers[0], link, message, FAILED, len(blob))
+                    self._head(header_of(buffers[0]), link, message, FAILED, len(blob))
                     for buffer, tag in [*((b, EXPECTED) for b in buffers), (blob, FOLLOWING)]:
-                        link.sending.append((link.at, self._group.send([buffer], link.peer, tag)))
+                        link.sending.append(Sending(link.at, self._group.send([buffer], link.peer, tag), None))
                 except RuntimeError:  # that one is gone as well
                     break
 

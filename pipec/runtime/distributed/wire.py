@@ -116,8 +116,9 @@ def lone_of(expected: Frame, payload: Any) -> Tensor | None:
 
 def _has_form(payload: Tensor, leaf: Leaf) -> bool:
     return bool(
-        payload.shape == leaf.size and payload.dtype is leaf.dtype and payload.requires_grad == leaf.grad
-        and payload.stride() == leaf.stride and _plain(payload)
+        payload.dtype is leaf.dtype and payload.shape == leaf.size and payload.requires_grad == leaf.grad
+        and payload.layout is torch.strided and payload.stride() == leaf.stride
+        and not payload.is_neg() and not payload.is_conj()
     )
 
 
@@ -234,19 +235,54 @@ def placed(frame: Frame, number: int, data: Tensor, offset: int = 0) -> Tensor:
     return made
 
 
-def fill(frame: Frame, number: int, data: Tensor, offset: int, tensor: Tensor) -> None:
-    """Write the elements of the tensor ``number`` of ``frame`` to ``offset`` of ``data``, each once."""
-    leaf, there = frame.leaves[number], placed(frame, number, data, offset)
-    if 0 in leaf.stride:
-        size = [1 if stride == 0 else n for n, stride in zip(leaf.size, leaf.stride, strict=True)]
-        there, tensor = there.as_strided(size, frame.dense[number]), tensor.as_strided(size, tensor.stride())
-    there.copy_(tensor)
+class Envelope:
+    """A buffer to send messages of one form from: views of it are made once, and serve every message that follows.
+
+    Attributes:
+        buffer: header and tensors, ``frame.room`` bytes.
+        head: the header's memory.
+    """
+
+    __slots__ = ("_places", "buffer", "frame", "head")
+
+    def __init__(self, frame: Frame, device: torch.device) -> None:
+        self.frame = frame
+        self.buffer = torch.empty(frame.room, dtype=torch.uint8, device=device)
+        self.head = self.buffer[:HEAD].numpy().data
+        self._places: list[tuple[Tensor, list[int] | None]] = []
+        for number, (leaf, offset) in enumerate(zip(frame.leaves, frame.offsets, strict=True)):
+            there, once = placed(frame, number, self.buffer, offset), None
+            if 0 in leaf.stride:  # elements that share memory travel once
+                once = [1 if stride == 0 else n for n, stride in zip(leaf.size, leaf.stride, strict=True)]
+                there = there.as_strided(once, frame.dense[number])
+            self._places.append((there, once))
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Write the elements of the frame's tensors."""
+        for (there, once), tensor in zip(self._places, tensors, strict=True):
+            bare = tensor.detach()
+            there.copy_(bare if once is None else bare.as_strided(once, bare.stride()))
 
 
 def rebuilt(frame: Frame, number: int, data: Tensor, offset: int = 0) -> Tensor:
     """The tensor ``number`` of ``frame`` whose bytes begin at ``offset`` of ``data``."""
+    return _finished(frame, number, placed(frame, number, data, offset))
+
+
+def sole_room(frame: Frame, device: torch.device) -> Tensor:
+    """Room for a message of one tensor, header in front, that :func:`sole` makes into that tensor."""
+    leaf = frame.leaves[0]
+    return torch.empty(frame.room // leaf.dtype.itemsize, dtype=leaf.dtype, device=device)
+
+
+def sole(frame: Frame, data: Tensor) -> Tensor:
+    """``data`` of :func:`sole_room` itself as the one tensor of ``frame``: no second tensor is made for its memory."""
+    leaf = frame.leaves[0]
+    return _finished(frame, 0, data.as_strided_(leaf.size, frame.dense[0], HEAD // leaf.dtype.itemsize))
+
+
+def _finished(frame: Frame, number: int, made: Tensor) -> Tensor:
     leaf = frame.leaves[number]
-    made = placed(frame, number, data, offset)
     if frame.gaps[number]:
         made = _spread(made, leaf)
     return made.requires_grad_() if leaf.grad else made
