@@ -20,7 +20,7 @@ from pipec.ir import Kind
 from pipec.runtime.borders import Packed, Parcel, pack
 from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.backend import traffic
-from pipec.runtime.distributed.channels import AHEAD, RankChannels
+from pipec.runtime.distributed.channels import AHEAD, PENDING, RankChannels
 from pipec.runtime.distributed.wire import Frame, as_bytes, fits, frame_of
 from pipec.runtime.program import build_program
 
@@ -33,6 +33,7 @@ class Post:
         self.open: dict[int, int] = defaultdict(int)
         self.most = 0
         self.sent = 0
+        self.addresses: list[int] = []  # of what was sent
 
     def end(self, me: int) -> Any:
         return End(self, me)
@@ -44,9 +45,17 @@ class End:
     me: int
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self.post.letters[self.me, peer, tag].append(as_bytes(tensors[0]).clone())
+        queue, letter = self.post.letters[self.me, peer, tag], as_bytes(tensors[0])
+        self.post.addresses.append(letter.data_ptr())
+        queue.append(letter)  # the sender's own memory until it has waited: what it writes there before, arrives
         self.post.sent += tensors[0].nbytes
-        return Work(lambda: None)
+
+        def wait() -> None:
+            place = next((n for n, other in enumerate(queue) if other is letter), None)
+            if place is not None:
+                queue[place] = letter.clone()
+
+        return Work(wait)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         post = self.post
@@ -183,6 +192,17 @@ def test_any_values_in_any_order(names: list[str], rows: int) -> None:
         for a, b in zip(sent, pair.step(sent), strict=True):
             if not isinstance(b, Packed) or isinstance(a, Packed):
                 assert same(plain(b), plain(a)) or "sparse" in names
+
+
+def test_a_buffer_is_filled_again_only_when_its_message_is_gone() -> None:
+    pair = Pair(3 * PENDING)
+    for step in range(2):
+        pair.post.addresses.clear()
+        payloads = [torch.full((2, 3), float(100 * step + number)) for number in range(pair.count)]
+        for sent, got in zip(payloads, pair.step(payloads), strict=True):
+            assert torch.equal(got, sent)
+    assert len(pair.post.addresses) == pair.count  # a message each
+    assert len(set(pair.post.addresses)) == PENDING + 1  # those under way, and the one that is filled meanwhile
 
 
 def test_gradients_arrive_with_what_is_waiting() -> None:
