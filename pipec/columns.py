@@ -29,10 +29,12 @@ class Buffer(IntEnum):
     RECOMPUTED = 4  # a value that a segment's recompute made anew
     CARRY = 5  # what a stage hands on from a slice to the next
     CARRY_GRADIENT = 6  # its gradient, from a slice to the one before
+    HOST = 7  # a value in host memory, charged to its producer's device
+    FETCHED = 8  # a value come back from host memory, at a reader's device
 
     @property
     def letter(self) -> str:
-        return ("a", "v", "dv", "w", "rv", "c", "dc")[self]
+        return ("a", "v", "dv", "w", "rv", "c", "dc", "hv", "fv")[self]
 
 
 OF_STAGES = (Buffer.ACTIVATION, Buffer.WEIGHT, Buffer.CARRY, Buffer.CARRY_GRADIENT)  # of any other kind: of a value

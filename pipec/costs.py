@@ -38,7 +38,7 @@ class StageCosts:
     reduce: float | None = None
 
 
-DURATIONS = ("forward", "backward_input", "backward_weight", "recompute", "update", "latency")
+DURATIONS = ("forward", "backward_input", "backward_weight", "recompute", "update", "latency", "host_latency")
 
 
 def _stage_costs(value: Mapping[str, Any]) -> dict[str, StageCosts]:
@@ -110,6 +110,8 @@ class Costs:
         overlap: tasks that a schedule runs as one (a fused forward and backward) take the sum of their durations times
             this; 1: nothing is gained.
         optimizer: bytes of optimizer state per byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
+        host_latency, host_bandwidth: of copies between a device and host memory (``pipec.skip(v, hold="host")``); by
+            default those between devices, as where both go over the same bus.
     """
 
     forward: float = field(default=1.0, validator=_not_negative)
@@ -127,10 +129,19 @@ class Costs:
     reduce: float | None = field(default=None, validator=_not_negative)
     overlap: float = field(default=1.0, validator=_not_negative)
     optimizer: float = field(default=2.0, validator=_not_negative)
+    host_latency: float | None = field(default=None, validator=_not_negative)
+    host_bandwidth: float | None = None
 
     def __attrs_post_init__(self) -> None:
-        if self.bandwidth is not None and not (_is_number(self.bandwidth) and self.bandwidth > 0):
-            raise SpecError(f"costs: bandwidth must be positive, got {self.bandwidth!r}")
+        for name in ("bandwidth", "host_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and value > 0):
+                raise SpecError(f"costs: {name} must be positive, got {value!r}")
+
+    def to_host(self) -> tuple[float | None, float]:
+        """Bandwidth and latency of copies between a device and host memory."""
+        bandwidth = self.bandwidth if self.host_bandwidth is None else self.host_bandwidth
+        return bandwidth, self.latency if self.host_latency is None else self.host_latency
 
     def duration(self, kind: Kind, stage: str) -> float:
         """How long one task of ``kind`` takes in the stage named ``stage`` (COPY: see :meth:`transfer`)."""
@@ -177,6 +188,8 @@ class Costs:
         lines = ["costs: " + ", ".join(defaults)]
         if self.bandwidth is not None:
             lines.append(f"bandwidth {self.bandwidth:.4g} bytes per{unit or ' unit of time'}")
+        if self.host_bandwidth is not None:
+            lines.append(f"bandwidth to host memory {self.host_bandwidth:.4g} bytes per{unit or ' unit of time'}")
         names = [f.name for f in fields(StageCosts)
                  if any(getattr(own, f.name) is not None for own in self.stages.values())]
         if names:

@@ -98,13 +98,15 @@ class Pipeline:
             carry = False
         skips: set[Ref] = set()
         before = len(self._problems)
-        filled = self._template(f"stage {stage_name!r}", (args, kwargs), skips)
+        hosted: set[Ref] = set()
+        filled = self._template(f"stage {stage_name!r}", (args, kwargs), skips, hosted)
         if len(self._problems) == before and not any(isinstance(leaf, Ref) for leaf in flatten(filled)[0]):
             self._reads_nothing(f"stage {stage_name!r}", "value: pass an input or another stage's result", filled)
         self._check_call(f"stage {stage_name!r}", fn, ((None,) if params is not None else ()) + args,
                          kwargs | ({"carry": None} if carry else {}))
         self._stages.append(
-            StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), location, outputs, carry)
+            StageSpec(stage_name, fn, filled[0], filled[1], params, device, frozenset(skips), frozenset(hosted),
+                      location, outputs, carry)
         )
         self._spec = None
         return self._value("stage", len(self._stages) - 1, outputs)
@@ -167,7 +169,7 @@ class Pipeline:
         if count is not None:
             self._check_count(what, count)
         before = len(self._problems)
-        filled = self._template(what, (args, kwargs), set())
+        filled = self._template(what, (args, kwargs), set(), set())
         stages = [r.index for r in flatten(filled)[0] if isinstance(r, Ref) and r.source == "stage"]
         if not stages:
             if len(self._problems) == before:
@@ -284,7 +286,7 @@ class Pipeline:
         items: list[Any] = self._inputs if ref.source == "input" else self._stages
         return str(items[ref.index].name)
 
-    def _template(self, what: str, call: Any, skips: set[Ref]) -> Any:
+    def _template(self, what: str, call: Any, skips: set[Ref], hosted: set[Ref]) -> Any:
         leaves, layout = flatten(call)
         filled = []
         for leaf in leaves:
@@ -292,6 +294,8 @@ class Pipeline:
                 ref = self._ref(f"{what}: skip", leaf.value)
                 if ref is not None:
                     skips.add(ref)
+                if ref is not None and self._waits_on_host(what, leaf, ref):
+                    hosted.add(ref)
                 filled.append(ref)
             elif isinstance(leaf, Value):
                 filled.append(self._ref(what, leaf))
@@ -300,6 +304,17 @@ class Pipeline:
                     self._strings.append((what, leaf, caller()))
                 filled.append(leaf)
         return unflatten(layout, filled)
+
+    def _waits_on_host(self, what: str, mark: Skip, ref: Ref) -> bool:
+        if mark.hold is None:
+            return False
+        if mark.hold != "host":
+            self._problem(f"{what}: skip({mark.value}, hold={mark.hold!r}): hold is 'host' or None, which leaves the "
+                          "value on a device")
+        elif ref.source == "input":
+            self._problem(f"{what}: skip({mark.value}, hold='host'): {str(mark.value)!r} is an input of the pipeline, "
+                          "and only what a stage returns can wait in host memory; leave hold= out")
+        return mark.hold == "host" and ref.source == "stage"
 
     def _ref(self, what: str, value: Any) -> Ref | None:
         if isinstance(value, Skip):

@@ -68,7 +68,8 @@ def from_dict(given: Any) -> Plan:
                 s["tied"].wholes() if "tied" in s.all(dict) else (),
             )),
             graph["values"].each(lambda v: ValueInfo(
-                v["name"].all(str), v["producer"].whole(), v["readers"].wholes(), v["skips"].wholes()
+                v["name"].all(str), v["producer"].whole(), v["readers"].wholes(), v["skips"].wholes(),
+                v["host"].wholes() if "host" in v.all(dict) else (),
             )),
             graph["inputs"].each(lambda i: InputInfo(i["name"].all(str), i["readers"].wholes())),
         ),

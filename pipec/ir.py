@@ -49,7 +49,12 @@ class Kind(IntEnum):
 
 
 LETTERS = {kind.letter: kind for kind in Kind}
-CARRIED = 3  # what a COPY can carry: a value, its gradient, a value recomputed by its segment
+CARRIED = 5  # what a COPY can carry: a value, its gradient, a value recomputed by its segment, and as follows
+TO_HOST, FROM_HOST = 3, 4  # a value on its way to wait in host memory, and from there to a reader's device
+CARRIES = (  # per code what the source holds, and what the target
+    (Buffer.VALUE, Buffer.VALUE), (Buffer.GRADIENT, Buffer.GRADIENT), (Buffer.RECOMPUTED, Buffer.RECOMPUTED),
+    (Buffer.VALUE, Buffer.HOST), (Buffer.HOST, Buffer.FETCHED),
+)
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -76,7 +81,8 @@ class Task:
 
     ``stage`` is the producer's for a COPY and -1 for an UPDATE of all stages; ``microbatch`` is the update's
     number for an UPDATE, and ``version`` the one it replaces. A COPY carries ``value`` (or its gradient, or
-    itself recomputed) from ``device`` to ``peer``.
+    itself recomputed) from ``device`` to ``peer``. With ``host`` "to" it goes from ``device``, which is ``peer`` too,
+    to host memory that belongs to that device; with "from", from there to ``peer``.
     """
 
     kind: Kind
@@ -91,6 +97,7 @@ class Task:
     value: int = -1
     gradient: bool = False
     recomputed: bool = False
+    host: str = ""
 
     @property
     def item(self) -> str:
@@ -102,7 +109,8 @@ class Task:
     def __str__(self) -> str:
         if self.kind is Kind.COPY:
             letter = "d" if self.gradient else "r" if self.recomputed else ""
-            return f"{letter}v{self.value}[{self.item}]:{self.device}>{self.peer}"
+            source, target = "host" if self.host == "from" else self.device, "host" if self.host == "to" else self.peer
+            return f"{letter}v{self.value}[{self.item}]:{source}>{target}"
         return f"{self.stage if self.stage >= 0 else ''}{self.kind.letter}{self.item}"
 
 
@@ -110,7 +118,8 @@ class Task:
 class Table:
     """Tasks as columns; row i is task i. All columns have the same length.
 
-    ``gradient`` says which of ``CARRIED`` a COPY carries: 0 a value, 1 its gradient, 2 the value recomputed.
+    ``gradient`` says which of ``CARRIED`` a COPY carries: 0 a value, 1 its gradient, 2 the value recomputed,
+    ``TO_HOST`` and ``FROM_HOST`` a value by way of host memory.
     """
 
     kind: Column = field(converter=to_column)
@@ -131,7 +140,8 @@ class Table:
     def task(self, index: int) -> Task:
         row = [int(getattr(self, name)[index]) for name in TABLE_COLUMNS]
         return Task(**dict(zip(TABLE_COLUMNS, row, strict=True)) | {  # type: ignore[arg-type]
-            "kind": Kind(row[0]), "gradient": row[-1] == 1, "recomputed": row[-1] == 2})
+            "kind": Kind(row[0]), "gradient": row[-1] == 1, "recomputed": row[-1] == 2,
+            "host": {TO_HOST: "to", FROM_HOST: "from"}.get(row[-1], "")})
 
     def take(self, rows: npt.NDArray[Any]) -> Table:
         return Table(*(getattr(self, name)[rows] for name in TABLE_COLUMNS))
@@ -162,8 +172,13 @@ def concat_tables(tables: Sequence[Table]) -> Table:
 
 
 def sends(table: Table) -> npt.NDArray[np.bool_]:
-    """Per task whether it stands in the copy-out lane of its device: COPY and REDUCE."""
-    return np.asarray((table.kind == Kind.COPY) | (table.kind == Kind.REDUCE))
+    """Per task whether it stands in the copy-out lane of its device: REDUCE, and COPY unless it is from the host."""
+    return np.asarray((table.kind == Kind.COPY) & (table.gradient != FROM_HOST) | (table.kind == Kind.REDUCE))
+
+
+def arrives(table: Table) -> npt.NDArray[np.bool_]:
+    """Per task whether it stands in the copy-in lane of its peer: COPY unless it is to the host."""
+    return np.asarray((table.kind == Kind.COPY) & (table.gradient != TO_HOST))
 
 
 class TaskView(Sequence[Task]):

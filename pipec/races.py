@@ -19,7 +19,7 @@ import numpy as np
 from attrs import field, frozen
 
 from pipec.errors import PlanError, Problem, RaceError, raise_all
-from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan
+from pipec.ir import BACKWARDS, CARRIES, FROM_HOST, Buffer, Kind, Lane, Plan
 from pipec.verify.facts import Facts
 from pipec.verify.flow import deadlock_story
 from pipec.verify.form import form, lane_name
@@ -105,6 +105,8 @@ def told(plan: Plan, race: Race) -> str:
 
 def _placed(plan: Plan, task: int) -> str:
     made = plan.table.task(task)
+    if made.host == "from":
+        return f"{made} ({lane_name(Lane.IN)} lane of device {made.peer})"
     lane = 1 if made.kind is Kind.COPY else 0
     return f"{made} ({lane_name(lane)} lane of device {made.device})"
 
@@ -157,12 +159,27 @@ def orders_needed(plan: Plan) -> Iterator[tuple[int, int, str]]:
         for task in {*used.writers, *used.readers} - {free}:
             verb = "used" if task in used.readers else "written"
             yield task, free, f"frees {name} while it is still to be {verb} by"
+    yield from _early(plan)
     yield from _updates(plan)
+
+
+def _early(plan: Plan) -> Iterator[tuple[int, int, str]]:
+    """A copy back from host memory takes memory that only counts as free one task ahead of its reader."""
+    if not any(info.host for info in plan.graph.values):
+        return
+    facts = Facts(plan)
+    for value, info in enumerate(facts.graph.values):
+        for device, stages in facts.hosted_on(value).items():
+            back = facts.copy(value, FROM_HOST, int(facts.home[info.producer]), device)
+            for gate, copy in zip(facts.gate(device, stages).tolist(), back.tolist(), strict=True):
+                if gate >= 0 and copy >= 0:
+                    yield gate, copy, "comes back from host memory before the end of"
 
 
 def memory_of(plan: Plan) -> dict[Memory, Touched]:
     """Who writes and reads every activation, value and gradient, by the graph."""
-    rows, again = _Rows(plan), Facts(plan).again
+    rows, facts = _Rows(plan), Facts(plan)
+    again, hosted = facts.again, [facts.hosted_on(value) for value in range(len(plan.graph.values))]
     touched: dict[Memory, Touched] = defaultdict(Touched)
     for (stage, item), uses in rows.of_stage.items():
         device = uses.device
@@ -175,7 +192,8 @@ def memory_of(plan: Plan) -> dict[Memory, Touched]:
             if again.get(value):  # a segment's readers take what is computed anew
                 touched[Buffer.RECOMPUTED, value, item, device, -1].writers.extend(uses.forwards[1:])
         for value in plan.graph.stages[stage].reads:
-            first = touched[Buffer.VALUE, value, item, device, -1].readers
+            kind = Buffer.FETCHED if device in hosted[value] else Buffer.VALUE
+            first = touched[kind, value, item, device, -1].readers
             first.append(uses.forwards[0])
             anew = touched[Buffer.RECOMPUTED, value, item, device, -1].readers
             (anew if stage in again.get(value, ()) else first).extend(uses.forwards[1:] + uses.backwards[:1])
@@ -186,10 +204,10 @@ def memory_of(plan: Plan) -> dict[Memory, Touched]:
                 if home.device == device:
                     touched[Buffer.GRADIENT, value, item, device, device].readers.append(home.backwards[0])
     for copy, (value, item, gradient, source, target) in rows.copies.items():
-        kind = (Buffer.VALUE, Buffer.GRADIENT, Buffer.RECOMPUTED)[gradient]
+        kind, there = CARRIES[gradient]
         sender = source if kind is Buffer.GRADIENT else -1
         touched[kind, value, item, source, sender].readers.append(copy)
-        arrived = touched[kind, value, item, target, sender]
+        arrived = touched[there, value, item, target, sender]
         arrived.writers.append(copy)
         home = rows.of_stage.get((plan.graph.values[value].producer, item))
         if kind is Buffer.GRADIENT and home is not None:

@@ -2,7 +2,8 @@
 
 Lanes are in-order queues; a task starts when its lane is free and all it waits for has ended (copies: has
 arrived). A COPY occupies the copy-out lane of its source and the copy-in lane of its target for bytes/bandwidth
-and arrives ``latency`` later; one without transfer time occupies no lane.
+and arrives ``latency`` later; one without transfer time occupies no lane. A COPY to or from host memory occupies one
+lane, for bytes/host_bandwidth, and arrives ``host_latency`` later.
 
 An overlap group is one task: it starts when all its members can, takes ``Costs.overlap`` x the sum of their durations,
 and hands on what they make when it ends. Its members stand in it one after another, so that times add up.
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from pipec.costs import Costs
 from pipec.errors import PlanError, SpecError
-from pipec.ir import BACKWARDS, Buffer, Buffers, Kind, Lane, Plan, Table, sends
+from pipec.ir import BACKWARDS, FROM_HOST, TO_HOST, Buffer, Buffers, Kind, Lane, Plan, Table, arrives, sends
 from pipec.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -37,16 +38,19 @@ def durations(plan: Plan, costs: Costs) -> Floats:
     by_stage[: Kind.COPY] /= plan.slices
     made = by_stage[table.kind, table.stage]
     made[table.group > 0] *= costs.overlap
-    if costs.bandwidth is not None:
-        copies = np.flatnonzero(table.kind == Kind.COPY)
+    hosted = table.gradient >= TO_HOST
+    for bandwidth, of_host in ((costs.bandwidth, False), (costs.to_host()[0], True)):
+        copies = np.flatnonzero((table.kind == Kind.COPY) & (hosted == of_host))
+        if bandwidth is None or not len(copies):
+            continue
         sizes = value_bytes(plan, costs)
         missing = [v.name for v, size in zip(graph.values, sizes, strict=True) if size is None]
-        if missing and len(copies):
+        if missing:
             raise PlanError(
                 f"costs give a bandwidth but no bytes for {', '.join(missing)}; set output_bytes of the stages or "
                 "Costs(values=...), or profile the modules"
             )
-        made[copies] = np.asarray(sizes, float)[table.value[copies]] / costs.bandwidth / plan.slices
+        made[copies] = np.asarray(sizes, float)[table.value[copies]] / bandwidth / plan.slices
     return made
 
 
@@ -67,19 +71,25 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     costs = costs or plan.costs or Costs()
     costs.check(plan.graph)
     duration = durations(plan, costs)
-    start, end, cause = run_clock(plan, duration, costs.latency)
+    start, end, cause = run_clock(plan, duration, costs)
     return Timeline(plan, costs, start, end, cause)
 
 
-def run_clock(plan: Plan, duration: Floats, latency: float) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
-    """Start, end and the task that each task's start depended on last (-1: none), in one sweep over the ids."""
+def run_clock(plan: Plan, duration: Floats, costs: Costs) -> tuple[Floats, Floats, npt.NDArray[np.int32]]:
+    """Start, end and the task that each task's start depended on last (-1: none), in one sweep over the ids.
+
+    ``costs``: for the latencies.
+    """
     from pipec.verify import execution_order
 
     table, count = plan.table, len(plan.table)
     lane, peer_lane = table.device * 3, table.peer * 3 + int(Lane.IN)
-    copy = table.kind == Kind.COPY
-    lane = np.where(sends(table), lane + int(Lane.OUT), lane).tolist()
-    second = np.where(copy, peer_lane, -1).tolist()
+    copy, hosted = table.kind == Kind.COPY, table.gradient >= TO_HOST
+    lane = np.where(sends(table), lane + int(Lane.OUT), lane)
+    lane = np.where(table.gradient == FROM_HOST, peer_lane, lane).tolist()
+    second = np.where(arrives(table), peer_lane, -1)
+    second = np.where(hosted, lane, second).tolist()  # both are the one that it occupies
+    latency = np.where(copy, np.where(hosted, costs.to_host()[1], costs.latency), 0.0).tolist()
     spans = duration.tolist()
     bounds, ids = plan.waits.start.tolist(), plan.waits.ids.tolist()
     free, last = [0.0] * (3 * plan.devices), [-1] * (3 * plan.devices)
@@ -115,7 +125,7 @@ def run_clock(plan: Plan, duration: Floats, latency: float) -> tuple[Floats, Flo
         if other < 0:
             free[own], last[own] = finish, task if members is None else members[-1]
         else:
-            arrive[task] = finish + latency
+            arrive[task] = finish + latency[task]
             if span:
                 free[own], last[own] = finish, task
                 free[other], last[other] = finish, task

@@ -6,7 +6,7 @@ it can be saved, verified, simulated and drawn without any module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -51,6 +51,7 @@ class StageSpec:
     params: Any = None  # a pytree of tensors: ``fn`` is then called as fn(params, *args, **kwargs)
     device: int | None = None
     skips: frozenset[Ref] = frozenset()
+    hosted: frozenset[Ref] = frozenset()  # of the skips those that wait in host memory
     location: Location | None = None
     outputs: int | None = None  # the result is a tuple or list of so many parts
     carry: bool = False  # ``fn`` takes ``carry=`` of the slice before and returns (result, carry for the next one)
@@ -183,12 +184,24 @@ class StageInfo:
 
 @frozen
 class ValueInfo:
-    """Structure of a value: one producer, readers in ascending order, ``skip`` edges marked by the user."""
+    """Structure of a value: one producer, readers in ascending order, ``skip`` edges marked by the user.
+
+    ``host``: readers for which it may wait in host memory.
+    """
 
     name: str
     producer: int
     readers: tuple[int, ...]
     skips: tuple[int, ...] = ()
+    host: tuple[int, ...] = ()
+
+    def through_host(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """The devices whose readers all take the value from host memory, ascending; ``devices``: one per stage.
+
+        Where another reads it too it is on that device anyway.
+        """
+        direct = {int(devices[r]) for r in self.readers if r not in self.host}
+        return tuple(sorted({int(devices[r]) for r in self.host} - direct)) if self.host else ()
 
 
 @frozen
@@ -268,12 +281,14 @@ def build_graph(spec: Spec, ports: tuple[Port, ...]) -> Graph:
     for stage in reversed(range(len(spec.stages))):
         backward[stage] |= any(backward[r] for p in ports if p.producer == stage for r in p.readers)
     skips = [{spec.port_of(ref)[0] for ref in stage.skips if ref.source == "stage"} for stage in spec.stages]
+    hosted = [{spec.port_of(ref)[0] for ref in stage.hosted} for stage in spec.stages]
     values = tuple(
         ValueInfo(
             spec.stages[port.producer].name + show_path(port.path),
             port.producer,
             port.readers,
             tuple(r for r in port.readers if index in skips[r]),
+            tuple(r for r in port.readers if index in hosted[r]),
         )
         for index, port in enumerate(ports)
     )

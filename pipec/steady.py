@@ -89,7 +89,7 @@ def steady_period(plan: Plan, costs: Costs, duration: Floats) -> float:
     count = 4 * (reach + 1)
     while True:
         spans = np.tile(duration[pattern.ids], count)
-        _, end, _ = run_clock(repeated(plan, pattern, count), spans, costs.latency)
+        _, end, _ = run_clock(repeated(plan, pattern, count), spans, costs)
         ends = end.reshape(count, size)
         for cycle in range(1, count // 3):
             moved = (ends[cycle:] - ends[:-cycle])[-reach - cycle :]

@@ -12,8 +12,10 @@ import numpy as np
 from pipec.errors import PlanError
 from pipec.ir import (
     BUFFER_COLUMNS,
+    FROM_HOST,
     LETTERS,
     TABLE_COLUMNS,
+    TO_HOST,
     Buffer,
     Buffers,
     Chunk,
@@ -57,8 +59,9 @@ def format_plan(plan: Plan) -> str:
     for item in plan.graph.inputs:
         lines.append(f"input {quote(item.name)} -> {_readers(item.readers)}")
     for number, value in enumerate(plan.graph.values):
-        skips = f" skip {_readers(value.skips)}" if value.skips else ""
-        lines.append(f"v{number} {quote(value.name)}: {value.producer} -> {_readers(value.readers)}{skips}")
+        marks = f" skip {_readers(value.skips)}" if value.skips else ""
+        marks += f" host {_readers(value.host)}" if value.host else ""
+        lines.append(f"v{number} {quote(value.name)}: {value.producer} -> {_readers(value.readers)}{marks}")
     new, free = _by_task(plan)
     for device in range(plan.devices):
         lines.append(f"device {device}")
@@ -80,17 +83,18 @@ def _by_task(plan: Plan) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[i
         writer = int(plan.buffers.writer[number])
         if plan.buffers.kind[number] == Buffer.GRADIENT and plan.table.kind[writer] == Kind.COPY:
             token += f":{plan.table.device[writer]}"  # apart from this device's own gradient of the value
-        new[writer, device].append(token)
-        free[int(plan.buffers.free[number]), device].append(token)
+        last = int(plan.buffers.free[number])
+        new[writer, device].append(token)  # a copy from the host stands only where it arrives
+        free[last, int(plan.table.peer[last]) if plan.buffers.kind[number] == Buffer.HOST else device].append(token)
     return new, free
 
 
 def _task_line(plan: Plan, device: int, task: int, width: int, new: Any, free: Any) -> str:
     row = plan.table.task(task)
-    own_side = row.device == device
+    own_side = (row.peer if row.host else row.device) == device
     line = f"  %{task:<{width}} {row!s:<12}"
     if row.kind is Kind.COPY:
-        line += " out" if own_side else " in "
+        line += " out" if own_side and row.host != "from" else " in "
     elif row.kind is Kind.REDUCE:
         line += " out"
     if own_side and len(waits := plan.waits.of(task)):
@@ -109,12 +113,12 @@ _HEAD = re.compile(r'plan (?P<name>"(?:[^"\\]|\\.)*"|\S+) (?P<rest>.*)')
 _NAME = r'("(?:[^"\\]|\\.)*"|[\w.\-\[\]]+)'
 _STAGE = re.compile(rf"stage (\d+) {_NAME} chunk=(\d+) device=(\d+)((?: [\w-]+)*)")
 _INPUT = re.compile(rf"input {_NAME} -> (\S+)")
-_VALUE = re.compile(rf"v(\d+) {_NAME}: (\d+) -> (\S+)(?: skip (\S+))?")
+_VALUE = re.compile(rf"v(\d+) {_NAME}: (\d+) -> (\S+)(?: skip (\S+))?(?: host (\S+))?")
 _ITEM = r"(\d+)(?:\.(\d+))?(?:~(\d+))?"
 _TASK = re.compile(
-    rf"%(\d+)\s+(?:(?P<copy>[dr]?v(\d+)\[{_ITEM}\]:(\d+)>(\d+))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
+    rf"%(\d+)\s+(?:(?P<copy>[dr]?v(\d+)\[{_ITEM}\]:(\d+|host)>(\d+|host))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
 )
-_BUFFER = re.compile(rf"(dv|dc|rv|v|a|w|c)(\d+)\[{_ITEM}\](?::\d+)?")
+_BUFFER = re.compile(rf"(dv|dc|rv|hv|fv|v|a|w|c)(\d+)\[{_ITEM}\](?::\d+)?")
 
 
 def parse_plan(text: str) -> Plan:
@@ -186,7 +190,8 @@ class _Body:
         elif match := _VALUE.fullmatch(line):
             if int(match[1]) != len(self.values):
                 raise ValueError(f"v{match[1]} stands where v{len(self.values)} belongs")
-            self.values.append(ValueInfo(_unquote(match[2]), int(match[3]), _ints(match[4]), _ints(match[5])))
+            self.values.append(ValueInfo(_unquote(match[2]), int(match[3]), _ints(match[4]), _ints(match[5]),
+                                         _ints(match[6])))
         elif match := _TASK.fullmatch(line):
             self._task(match)
         else:
@@ -194,16 +199,18 @@ class _Body:
 
     def _task(self, match: re.Match[str]) -> None:
         task = int(match[1])
-        lane = Lane.COMPUTE
+        lane, here = Lane.COMPUTE, self.device  # where it is written in full
         if self.device < 0:
             raise ValueError("it stands before any 'device' line")
         if match["copy"]:
-            value, item, device, peer = int(match[3]), match.group(4, 5, 6), int(match[7]), int(match[8])
+            value, item = int(match[3]), match.group(4, 5, 6)
             if value >= len(self.values):
                 raise ValueError(f"no value v{value} is declared")
+            device, peer, carries = self._route(match["copy"][0], value, match[7], match[8])
             row = {"kind": Kind.COPY, "stage": self.values[value].producer, "value": value, "device": device,
-                   "peer": peer, "gradient": "vdr".index(match["copy"][0])}
-            lane = Lane.OUT if device == self.device else Lane.IN
+                   "peer": peer, "gradient": carries}
+            lane = Lane.OUT if device == self.device and carries != FROM_HOST else Lane.IN
+            here = peer if carries == FROM_HOST else device
         else:
             item = match.group(12, 13, 14)
             if LETTERS[match[11]] is Kind.REDUCE:
@@ -215,7 +222,7 @@ class _Body:
         self.seen.add((task, lane))
         self.lanes[self.device][lane].append(task)
         word = ""
-        own = row["device"] == self.device
+        own = here == self.device
         for part in match["rest"].split():
             if part in ("out", "in", "wait", "weights", "group", "new", "free"):
                 word = part
@@ -231,6 +238,19 @@ class _Body:
                 raise ValueError(f"{part!r} is not understood")
         if own:
             self.rows[task] = row
+
+    def _route(self, letter: str, value: int, source: str, target: str) -> tuple[int, int, int]:
+        """Device, peer and what is carried of a copy."""
+        if "host" not in (source, target):
+            return int(source), int(target), "vdr".index(letter)
+        if letter != "v" or source == target:
+            raise ValueError("only a value goes to host memory or comes back from there")
+        if target == "host":
+            return int(source), int(source), TO_HOST
+        producer = self.values[value].producer
+        if producer >= len(self.stages):
+            raise ValueError(f"v{value} is made by stage {producer}, which is not declared")
+        return self.stages[producer][2], int(target), FROM_HOST
 
     def plan(self, name: str, options: dict[str, str]) -> Plan:
         size = max(self.rows, default=-1) + 1
@@ -293,6 +313,8 @@ class _Body:
             if match is None:
                 raise PlanError(f"cannot read the buffer {token!r} of the plan")
             freed = self.free[device, token]
+            if not freed and match[1] == Buffer.HOST.letter:
+                freed = next((tasks for (_, other), tasks in self.free.items() if other == token and tasks), freed)
             if not freed:
                 raise PlanError(f"the buffer {token!r} on device {device} is never freed")
             microbatch, slice_, replica = (int(part or 0) for part in match.group(3, 4, 5))

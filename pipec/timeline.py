@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pipec.costs import Costs
 from pipec.footprint import WeightMemory, weight_memory
-from pipec.ir import BACKWARDS, Buffer, Kind, Lane, Plan, Task
+from pipec.ir import BACKWARDS, TO_HOST, Buffer, Kind, Lane, Plan, Task
 from pipec.periods import settled
 
 Floats = npt.NDArray[np.float64]
@@ -127,15 +127,32 @@ class Timeline:
 
     @cached_property
     def copies(self) -> int:
-        """Number of COPY tasks."""
-        return int((self.plan.table.kind == Kind.COPY).sum())
+        """Number of COPY tasks between devices."""
+        return int(self._copied(host=False).sum())
+
+    @cached_property
+    def host_copies(self) -> int:
+        """Number of COPY tasks to and from host memory."""
+        return int(self._copied(host=True).sum())
+
+    def _copied(self, host: bool) -> npt.NDArray[np.bool_]:
+        table = self.plan.table
+        return np.asarray((table.kind == Kind.COPY) & ((table.gradient >= TO_HOST) == host))
 
     @cached_property
     def copy_bytes(self) -> int | None:
         """Bytes moved between devices, None when a size is unknown."""
+        return self._bytes_of(self._copied(host=False))
+
+    @cached_property
+    def host_copy_bytes(self) -> int | None:
+        """Bytes moved to and from host memory, None when a size is unknown."""
+        return self._bytes_of(self._copied(host=True))
+
+    def _bytes_of(self, copies: npt.NDArray[np.bool_]) -> int | None:
         from pipec.simulate import value_bytes
 
-        used = self.plan.table.value[self.plan.table.kind == Kind.COPY]
+        used = self.plan.table.value[copies]
         sizes = value_bytes(self.plan, self.costs)
         if any(sizes[v] is None for v in set(used.tolist())):
             return None
@@ -179,11 +196,16 @@ class Timeline:
         return self._peaks(self.share_weights)
 
     @cached_property
-    def byte_weights(self) -> Floats | None:
-        """Per buffer its bytes, None when a size is unknown."""
+    def _buffer_bytes(self) -> Floats | None:
         from pipec.simulate import buffer_bytes
 
         return buffer_bytes(self.plan, self.costs)
+
+    @cached_property
+    def byte_weights(self) -> Floats | None:
+        """Per buffer its bytes of device memory, None when a size is unknown."""
+        sizes = self._buffer_bytes
+        return None if sizes is None else np.where(self.plan.buffers.kind == Buffer.HOST, 0.0, sizes)
 
     @cached_property
     def _halves(self) -> tuple[npt.NDArray[np.int64], Floats]:
@@ -197,6 +219,14 @@ class Timeline:
         """Per device the most bytes of activations, values, gradients and stashed weights at once, None when a size is
         unknown."""
         return None if self.byte_weights is None else [int(peak) for peak in self._peaks(self.byte_weights)]
+
+    @cached_property
+    def host_peak_bytes(self) -> list[int] | None:
+        """Per device the most bytes in host memory of values that it made, None when a size is unknown."""
+        sizes = self._buffer_bytes
+        if sizes is None:
+            return None
+        return [int(peak) for peak in self._peaks(np.where(self.plan.buffers.kind == Buffer.HOST, sizes, 0.0))]
 
     @cached_property
     def weight_memory(self) -> list[WeightMemory] | None:
@@ -257,7 +287,9 @@ class Timeline:
             f"{self.plan.minibatch} microbatches"
             + (f" a minibatch, weights: {self.plan.weights}" if self.plan.asynchronous else ""),
             f"makespan {self.makespan:.5g}{unit}, span {self.span:.5g}{unit}, {self.copies} copies"
-            + ("" if self.copy_bytes is None else f" of {show_bytes(self.copy_bytes)}"),
+            + ("" if self.copy_bytes is None else f" of {show_bytes(self.copy_bytes)}")
+            + (f", {self.host_copies} to and from host memory" if self.host_copies else "")
+            + (f" of {show_bytes(self.host_copy_bytes)}" if self.host_copy_bytes else ""),
             (f"period {self.period:.5g}{unit} a minibatch, " if self.plan.asynchronous else "")
             + f"bubble {self.bubble:.1%} of all devices' time, {self.bubble_time:.4g}{unit} beyond the busiest one's "
             "work",
@@ -268,14 +300,20 @@ class Timeline:
             lines.append(weight_line(self.weight_memory))
         lines.append(
             f"{'device':<8}{'busy':>8}{'useful':>10}{'recompute':>11}{'activations':>13}{'peak memory':>13}"
+            + (f"{'host memory':>13}" if self.host_copies else "")
         )
         for device in range(self.plan.devices):
-            peak = "unknown" if self.peak_bytes is None else show_bytes(self.peak_bytes[device])
+            peak = _shown(self.peak_bytes, device)
             lines.append(
                 f"{device:<8}{self.busy[device]:>8.1%}{self.useful[device]:>10.4g}{self.recompute[device]:>11.4g}"
                 f"{self.peak_share[device]:>13.4g}{peak:>13}"
+                + (f"{_shown(self.host_peak_bytes, device):>13}" if self.host_copies else "")
             )
         return "\n".join(lines)
+
+
+def _shown(sizes: Sequence[int] | None, device: int) -> str:
+    return "unknown" if sizes is None else show_bytes(sizes[device])
 
 
 def _rounded(difference: float, scale: float) -> float:

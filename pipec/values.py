@@ -82,11 +82,16 @@ class Skip:
 
     value: Any
     location: Location | None = None
+    hold: str | None = None
 
 
-def skip(value: Any) -> Any:
+def skip(value: Any, *, hold: str | None = None) -> Any:
     """Mark a value as a skip edge: drawn dashed, carried straight from its producer to the reader's device.
 
     Any value may be read by any later stage with or without the mark; it changes no number.
+
+    ``hold="host"``: until shortly before its reader runs, the value waits in host memory instead of on a device. It is
+    copied out after its forward and back one task ahead of the reader. Where a stage on the reader's device reads the
+    value without this, it is there anyway and goes straight. See docs/streams.md.
     """
-    return Skip(value, caller())
+    return Skip(value, caller(), hold)

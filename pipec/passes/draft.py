@@ -125,6 +125,13 @@ def pairs(task: npt.NDArray[Any], needs: npt.NDArray[Any]) -> Pairs:
     return task[there], needs[there]
 
 
+def least(rows: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Per item the smallest row that exists, -1 without any."""
+    stacked = np.stack(rows)
+    found = np.where(stacked >= 0, stacked, np.iinfo(np.int64).max).min(axis=0)
+    return np.where(found == np.iinfo(np.int64).max, -1, found)
+
+
 def join(parts: list[Pairs]) -> Pairs:
     if not parts:
         return NO_PAIRS

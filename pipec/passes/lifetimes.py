@@ -12,8 +12,24 @@ import numpy as np
 import numpy.typing as npt
 from attrs import field, frozen
 
-from pipec.ir import BACKWARDS, BUFFER_COLUMNS, CARRIED, Buffer, Buffers, Kind, Lanes, Table, Waits, sends
-from pipec.passes.draft import Draft, Index, Pairs, grouped, index_of, join, pairs, to_csr
+from pipec.ir import (
+    BACKWARDS,
+    BUFFER_COLUMNS,
+    CARRIED,
+    FROM_HOST,
+    TO_HOST,
+    Buffer,
+    Buffers,
+    Kind,
+    Lane,
+    Lanes,
+    Table,
+    Waits,
+    arrives,
+    sends,
+)
+from pipec.passes.draft import Draft, Index, Pairs, grouped, index_of, join, least, pairs, to_csr
+from pipec.passes.hold import gates
 from pipec.passes.reduce import reduce_waits
 from pipec.rules.base import READERS
 
@@ -57,14 +73,14 @@ class Copies:
 
 def lanes_of(table: Table, devices: int) -> tuple[Lanes, ...]:
     """Per device its compute, copy-out and copy-in lane: task ids in ascending order."""
-    copy, out = table.kind == Kind.COPY, sends(table)
+    copy, out, into = table.kind == Kind.COPY, sends(table), arrives(table)
     made = []
     for device in range(devices):
         own = table.device == device
         made.append((
-            np.flatnonzero(own & ~out).astype(np.int32),
+            np.flatnonzero(own & ~out & ~copy).astype(np.int32),
             np.flatnonzero(own & out).astype(np.int32),
-            np.flatnonzero((table.peer == device) & copy).astype(np.int32),
+            np.flatnonzero((table.peer == device) & into).astype(np.int32),
         ))
     return tuple(made)
 
@@ -74,36 +90,37 @@ def lifetimes(draft: Draft) -> tuple[tuple[Lanes, ...], Waits, Buffers]:
     index = index_of(draft)
     sent = Copies.of(draft, index.items)
     buffers, holds = _buffers(draft, index, sent)
-    waits = join([*_data_waits(draft, index, sent), *_update_waits(draft), *reduce_waits(draft), *holds])
+    lanes = lanes_of(draft.table, draft.devices)
+    waits = join([*_data_waits(draft, index, sent, lanes), *_update_waits(draft), *reduce_waits(draft), *holds])
     start, ids = to_csr(waits, len(draft.table))
-    return lanes_of(draft.table, draft.devices), Waits(start, ids), buffers
-
-
-def _least(rows: list[Rows]) -> Rows:
-    """Per item the smallest row that exists, -1 without any."""
-    stacked = np.stack(rows)
-    found = np.where(stacked >= 0, stacked, np.iinfo(np.int64).max).min(axis=0)
-    return np.where(found == np.iinfo(np.int64).max, -1, found)
+    return lanes, Waits(start, ids), buffers
 
 
 def _most(rows: list[Rows]) -> Rows:
     return np.asarray(np.maximum.reduce(rows))
 
 
-def _data_waits(draft: Draft, index: Index, sent: Copies) -> list[Pairs]:
+def _data_waits(draft: Draft, index: Index, sent: Copies, lanes: tuple[Lanes, ...]) -> list[Pairs]:
     """A copy waits for what it carries; the first reader on its device waits for the copy."""
     graph, devices, again = draft.graph, draft.stage_devices, draft.again
     parts = []
     for (value, gradient, source, target), rows in sent.rows.items():
         info = graph.values[value]
-        if gradient == 1:
+        if gradient == TO_HOST:
+            parts.append(pairs(rows, index.of(Kind.FORWARD, info.producer)))
+            continue
+        if gradient == FROM_HOST:
+            made = sent.rows[value, TO_HOST, source, source]
+            first = least([index.of(Kind.FORWARD, r) for r in info.readers if devices[r] == target])
+            parts.append(pairs(rows, gates(draft.table, lanes[target][Lane.COMPUTE], first)))
+        elif gradient == 1:
             readers = [r for r in graph.gradient_readers(value) if devices[r] == source]
             made = _most([index.input_backward(r) for r in readers])
             first = index.input_backward(info.producer)
         else:
-            kind, reading = (Kind.RECOMPUTE, again[value]) if gradient else (Kind.FORWARD, info.readers)
+            kind, reading = (Kind.RECOMPUTE, again[value]) if gradient == 2 else (Kind.FORWARD, info.readers)
             made = index.of(kind, info.producer)
-            first = _least([index.of(kind, r) for r in reading if devices[r] == target])
+            first = least([index.of(kind, r) for r in reading if devices[r] == target])
         parts += [pairs(rows, made), pairs(first, rows)]
     return parts
 
@@ -166,8 +183,9 @@ def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pa
     for value, info in enumerate(graph.values):
         home = int(devices[info.producer])
         forward, backward = index.of(Kind.FORWARD, info.producer), index.input_backward(info.producer)
-        local = [r for r in info.readers if devices[r] == home]
-        copied = sent.sent(value, 0, home)
+        hosted = info.through_host(devices)
+        local = [r for r in info.readers if devices[r] == home and home not in hosted]
+        copied = [*sent.sent(value, 0, home), *sent.sent(value, TO_HOST, home)]
         last_copy = _most(copied) if copied else np.full(index.items, -1)
         if local:
             last = _most([last_use(r, value) for r in local])
@@ -175,10 +193,17 @@ def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pa
             holds.append(pairs(last, last_copy))
         elif copied:
             add(Buffer.VALUE, value, home, forward, last_copy)
-        for target in sorted({int(devices[r]) for r in info.readers} - {home}):
+        for target in sorted({int(devices[r]) for r in info.readers} - {home, *hosted}):
             own = [r for r in info.readers if devices[r] == target]
             add(Buffer.VALUE, value, target, sent.rows[value, 0, home, target],
                 _most([last_use(r, value) for r in own]))
+        if hosted:
+            back = [sent.rows[value, FROM_HOST, home, target] for target in hosted]
+            add(Buffer.HOST, value, home, sent.rows[value, TO_HOST, home, home], _most(back))
+            holds += [pairs(_most(back), np.where(rows < _most(back), rows, -1)) for rows in back]
+            for target, rows in zip(hosted, back, strict=True):
+                own = [r for r in info.readers if devices[r] == target]
+                add(Buffer.FETCHED, value, target, rows, _most([last_use(r, value) for r in own]))
         if value in again:
             anew, copied = index.of(Kind.RECOMPUTE, info.producer), sent.sent(value, 2, home)
             uses: dict[int, list[Rows]] = {}
@@ -191,7 +216,7 @@ def _buffers(draft: Draft, index: Index, sent: Copies) -> tuple[Buffers, list[Pa
                 add(Buffer.RECOMPUTED, value, target, sent.rows[value, 2, home, target], _most(reading))
         readers = graph.gradient_readers(value)
         for source in sorted({int(devices[r]) for r in readers}):
-            made = _least([index.input_backward(r) for r in readers if devices[r] == source])
+            made = least([index.input_backward(r) for r in readers if devices[r] == source])
             if source == home:
                 add(Buffer.GRADIENT, value, home, made, backward)
             elif (value, 1, source, home) in sent.rows:

@@ -36,6 +36,9 @@ class Accelerator:
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
 
+    def host_memory(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=True)  # torch's cache of it notes each stream that copies
+
     def synchronize(self, event: torch.Event) -> None:
         event.synchronize()
 

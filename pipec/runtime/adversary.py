@@ -129,6 +129,9 @@ class Held:
         self.writers: list[int] = []
 
 
+VALUES = (Buffer.VALUE, Buffer.CARRY, Buffer.HOST, Buffer.FETCHED)
+
+
 def what_slots_hold(plan: Plan) -> list[dict[int, Held]]:
     """Per device the slots with values and gradients."""
     made: list[dict[int, Held]] = []
@@ -143,7 +146,7 @@ def what_slots_hold(plan: Plan) -> list[dict[int, Held]]:
     for number, (kind, ref, own, device, writer, free) in enumerate(rows):
         if kind != Buffer.ACTIVATION:
             slot = places[device][kind, ref, own]
-            held = made[device].setdefault(slot, Held(buffers.token(number), kind in (Buffer.VALUE, Buffer.CARRY)))
+            held = made[device].setdefault(slot, Held(buffers.token(number), kind in VALUES))
             held.writers.append(writer)
             held.free = max(held.free, free)
     return made

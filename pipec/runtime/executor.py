@@ -25,7 +25,7 @@ from pipec.runtime.borders import (
 from pipec.runtime.buffers import NOT_WATCHED
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.engine import accumulate, gradients
-from pipec.runtime.program import Op, Route
+from pipec.runtime.program import NOWHERE, Op, Route
 from pipec.runtime.randomness import Purpose, Stream
 from pipec.runtime.record import profiling, recorded
 from pipec.runtime.split import Weights, input_half
@@ -272,8 +272,11 @@ class Device:
                 column[op.piece].add(op.stage, gradient)
 
     def copy(self, op: Op) -> None:
-        """COPY, the sender's half: hand a value or its gradients to another device."""
-        self.channels.send(op.route, op.slot, self.store[op.source])
+        """COPY, the sender's half: hand a value or its gradients to another device, or a value to host memory."""
+        if op.route is NOWHERE:
+            self.store[op.slot] = self.channels.to_host(self.store[op.source])
+        else:
+            self.channels.send(op.route, op.slot, self.store[op.source])
 
     def reduce(self, op: Op) -> None:
         """REDUCE: begin to add up a stage's gradients with those of other processes; in one process they are complete

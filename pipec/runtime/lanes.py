@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from attrs import frozen
 
 from pipec.errors import RaceError
-from pipec.ir import Kind, Lane, Plan
+from pipec.ir import FROM_HOST, TO_HOST, Kind, Lane, Plan
 from pipec.runtime.channels import Channels
 from pipec.runtime.program import Op, Route
 from pipec.runtime.transfer import copied, duplicate
@@ -39,8 +39,9 @@ class Turn:
     """One task as it is submitted.
 
     Attributes:
-        lane: 3 * device + lane; of a COPY the copy-out lane of its source.
-        into: the copy-in lane of a COPY's target, else -1.
+        lane: 3 * device + lane; of a COPY the copy-out lane of its source, or where it comes from host memory the
+            copy-in lane of its target.
+        into: the copy-in lane of the target of a COPY from device to device, else -1.
         waits: the tasks it waits for.
         awaited: whether a task waits for it.
         name: as it prints.
@@ -63,9 +64,11 @@ def turns(plan: Plan, ops: Sequence[Sequence[Op]]) -> list[Turn]:
     """Every task of ``ops`` in the plan's one order, in which each comes after what it waits for."""
     made, awaited = [], set(plan.waits.ids.tolist())
     for op in sorted((op for row in ops for op in row), key=lambda op: op.task):
-        copy = op.kind is Kind.COPY
+        copy, carries = op.kind is Kind.COPY, int(plan.table.gradient[op.task])
         lane = 3 * op.device + (Lane.OUT if copy or op.kind is Kind.REDUCE else Lane.COMPUTE)
-        into = 3 * op.route[1] + Lane.IN if copy else -1
+        into = 3 * op.route[1] + Lane.IN if copy and carries != TO_HOST else -1
+        if carries == FROM_HOST:
+            lane, into = into, -1
         made.append(Turn(op, lane, into, tuple(plan.waits.of(op.task).tolist()), op.task in awaited,
                          str(plan.table.task(op.task))))
     return made
@@ -111,6 +114,9 @@ class CopyingChannels(Channels):
 
     def send(self, route: Route, slot: int, payload: Any) -> None:
         self._arrived[route].append((slot, copied(payload, duplicate)))
+
+    def to_host(self, payload: Any) -> Any:
+        return copied(payload, duplicate)
 
     def receive(self, route: Route) -> tuple[int, Any]:
         """What has arrived next on ``route``.

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 from attrs import frozen
 
-from pipec.ir import Buffer, Kind, Lane, Plan
+from pipec.ir import CARRIES, TO_HOST, Buffer, Kind, Lane, Plan
 from pipec.segments import Again, recomputed_values
 
 Slot = int
 Route = tuple[int, int]  # source device, target device
 NOTHING = -1  # in place of a kind of buffer
+NOWHERE: Route = (-1, -1)
 
 
 class Op:
@@ -35,7 +36,8 @@ class Op:
         returns: per value the stage reads, the slot its gradient goes to, or -1.
         carry: slot of what a forward hands on to the next slice, or -1. What a stage carries also stands behind the
             values in ``reads`` and ``returns``, its gradient behind those in ``gradients``.
-        source, route: of a COPY: the slot it sends and where; ``slot`` is the one it arrives in.
+        source, route: of a COPY: the slot it sends and where; ``slot`` is the one it arrives in. One to host memory has
+            no route: what it makes stays in a slot of the same device.
         readers: per value the stage reads, all stages that send a gradient of it.
         frees: slots that are dead when it has ended.
     """
@@ -80,7 +82,7 @@ class Op:
         self.recomputed = False
         self.source: Slot = -1
         self.slot: Slot = -1
-        self.route: Route = (-1, -1)
+        self.route: Route = NOWHERE
         self.readers: tuple[tuple[int, ...], ...] = ()
         self.frees: tuple[Slot, ...] = ()
 
@@ -121,12 +123,12 @@ def build_program(plan: Plan) -> Program:
     made = instructions(plan, slots)
     ops, updates = [], []
     for device in range(plan.devices):
-        own = np.union1d(plan.lanes[device][Lane.COMPUTE], plan.lanes[device][Lane.OUT]).tolist()
+        own = np.flatnonzero(plan.table.device == device).tolist()
         last = max((i for i in own if made[i].kind is not Kind.UPDATE), default=-1)
         late = [made[i] for i in own if i > last]
         ops.append(tuple(made[i] for i in own if i <= last))
         updates.append(tuple(late))
-    routes = tuple(sorted({op.route for op in made if op.kind is Kind.COPY}))
+    routes = tuple(sorted({op.route for op in made if op.kind is Kind.COPY} - {NOWHERE}))
     order: list[list[int]] = [[] for _ in plan.graph.stages]
     for op in made:
         if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
@@ -171,7 +173,7 @@ def _places(plan: Plan, made: list[Op]) -> dict[int, int]:
     counts: dict[Route, int] = defaultdict(int)
     place = {}
     for lanes in plan.lanes:
-        for task in lanes[Lane.OUT].tolist():
+        for task in lanes[Lane.IN].tolist():
             counts[made[task].route] += 1
             place[task] = counts[made[task].route]
     return place
@@ -186,20 +188,25 @@ def _op(plan: Plan, task: int, slots: Sequence[Slots], again: Again) -> Op:
     own, piece = slots[device], op.piece
     if kind is Kind.COPY:
         value, peer = int(table.value[task]), int(table.peer[task])
-        what = (Buffer.VALUE, Buffer.GRADIENT, Buffer.RECOMPUTED)[table.gradient[task]]
-        op.route = (device, peer)
-        op.source, op.slot = own.find(what, value, piece), slots[peer].find(what, value, piece)
+        carries = int(table.gradient[task])
+        here, there = CARRIES[carries]
+        op.route = NOWHERE if carries == TO_HOST else (device, peer)
+        op.source, op.slot = own.find(here, value, piece), slots[peer].find(there, value, piece)
         return op
     if stage < 0:
         return op
     info = graph.stages[stage]
     if kind in (Kind.FORWARD, Kind.RECOMPUTE):
-        op.reads = tuple(own.find(Buffer.VALUE, value, piece) for value in info.reads)
+        fetched = [own.find(Buffer.FETCHED, value, piece) for value in info.reads]
+        op.reads = tuple(
+            back if back >= 0 else own.find(Buffer.VALUE, value, piece)
+            for back, value in zip(fetched, info.reads, strict=True)
+        )
         op.gives = tuple(own.find(Buffer.VALUE, value, piece) for value in info.gives)
         if kind is Kind.RECOMPUTE:
             op.reads = tuple(
-                own.find(Buffer.RECOMPUTED if stage in again.get(value, ()) else Buffer.VALUE, value, piece)
-                for value in info.reads
+                own.find(Buffer.RECOMPUTED, value, piece) if stage in again.get(value, ()) else slot
+                for slot, value in zip(op.reads, info.reads, strict=True)
             )
             op.gives = tuple(own.find(Buffer.RECOMPUTED, value, piece) for value in info.gives)
         if info.carry:

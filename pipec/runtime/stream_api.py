@@ -43,6 +43,10 @@ class StreamApi(Protocol):
     def pin(self, tensor: Tensor) -> Tensor:
         """A copy of a host tensor in memory from which the device can copy by itself."""
 
+    def host_memory(self, like: Tensor) -> Tensor:
+        """Host memory for a tensor of this kind, to and from which the device can copy by itself. It may be dropped as
+        soon as its last copy is queued: whoever gives it out again waits for that copy."""
+
     def synchronize(self, event: Event) -> None:
         """Let the host wait for an event."""
 
@@ -127,6 +131,9 @@ class Recorder:
 
     def pin(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
+
+    def host_memory(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu")
 
     def synchronize(self, event: str) -> None:
         self.calls.append(Call("wait", "host", event))

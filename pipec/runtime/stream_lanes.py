@@ -12,6 +12,8 @@ gradients and what autograd saves, belongs to the pool of the compute stream:
 * A value that a copy reads is dropped after the compute stream has waited for the copy. Where the plan frees it in a
   reader's task, that task waits (the plan says so). Where the copy itself is last, the value is held until the task
   after the next one, so that the next one runs beside the copy.
+* A value that waits in host memory is copied there by the copy-out stream and back by the copy-in stream, each without
+  the host waiting; the memory is pinned.
 * A copy arrives in memory of the copy-in stream. The first task that needs it takes it over into the compute stream's
   own memory, a copy on the device; then the copy-in stream waits for that, one copy later, and has its memory back.
 
@@ -37,11 +39,11 @@ from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure
 from pipec.runtime.lanes import Turn, Turns
-from pipec.runtime.program import Op, Route
+from pipec.runtime.program import NOWHERE, Op, Route
 from pipec.runtime.stream_api import Event, Held, StreamApi
 from pipec.runtime.stream_clock import StreamClock
 from pipec.runtime.stream_inputs import Inputs
-from pipec.runtime.transfer import copied, duplicate, fill, prepared, tensors
+from pipec.runtime.transfer import Copy, copied, duplicate, fill, prepared, tensors
 
 LAG = 1  # works of a lane that may start before memory is taken back, so that its stream seldom stands
 
@@ -110,7 +112,7 @@ class StreamLanes:
             self._inputs.send(devices, ops)
             for turn in self._turns.of(step.plan, ops):
                 part.at = turn.op
-                (part.compute if turn.into < 0 else part.copy)(turn)
+                (part.compute if turn.op.kind is not Kind.COPY else part.copy if turn.into >= 0 else part.host)(turn)
         except BaseException as error:
             failure = Failure(part.at, error)
         torch.set_autocast_cache_enabled(caches)
@@ -223,6 +225,21 @@ class _Part:
             self.lanes[3 * op.device + Lane.COMPUTE].hold(f"{turn.name} sent", payload, done)
 
 
+    def host(self, turn: Turn) -> None:
+        """A COPY to or from host memory, by the stream of its one lane."""
+        op, lane = turn.op, self.lanes[turn.lane]
+        device = self.devices[op.device]
+        lane.begin()
+        lane.after([self.events[task] for task in turn.waits if task in self.events])
+        payload = device.store[op.source]
+        self.channels.now = turn.name, lane, lane
+        device.run((op,))
+        self.clock.note(op.task, lane.device, *self.channels.spent)
+        self.events[op.task] = done = self.api.record(lane.stream)
+        if op.frees and op.route is NOWHERE:
+            self.lanes[3 * op.device + Lane.COMPUTE].hold(f"{turn.name} sent", payload, done)
+
+
 class StreamChannels(Channels):
     """Values between devices: each is queued by the copy-out stream into memory of the copy-in stream."""
 
@@ -236,18 +253,43 @@ class StreamChannels(Channels):
 
     def send(self, route: Route, slot: int, payload: Any) -> None:
         name, out, into = self.now
-        for tensor in tensors(payload):
-            if tensor.layout is not torch.strided:
-                raise RunError(f"{name}: a tensor of layout {tensor.layout} cannot go to another device; make it dense")
+        if out is into:  # from host memory
+            made = self._alone(payload, lambda core: torch.empty_like(core, device=into.device))
+            self._arrived[route].append((slot, name, made))
+            return
+        self._check(payload)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self._api.on(into.stream, what=f"memory for {name}"):
-            made = copied(payload, lambda tensor: prepared(tensor, into.device, pairs))
+            made = copied(payload, lambda tensor: prepared(
+                tensor, lambda core: torch.empty_like(core, device=into.device), pairs))
         out.after([self._api.record(into.stream)])
         start = self._api.mark(out.stream)
         with self._api.on(into.stream, out.stream, what=name):
             fill(pairs)
         self.spent = start, self._api.mark(out.stream)
         self._arrived[route].append((slot, name, made))
+
+    def to_host(self, payload: Any) -> Any:
+        return self._alone(payload, self._api.host_memory)
+
+    def _alone(self, payload: Any, empty: Copy) -> Any:
+        """A copy made by one stream, in memory of its own pool or of the host."""
+        name, lane, _ = self.now
+        self._check(payload)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        start = self._api.mark(lane.stream)
+        with self._api.on(lane.stream, what=name):
+            made = copied(payload, lambda tensor: prepared(tensor, empty, pairs))
+            fill(pairs)
+        self.spent = start, self._api.mark(lane.stream)
+        return made
+
+    def _check(self, payload: Any) -> None:
+        for tensor in tensors(payload):
+            if tensor.layout is not torch.strided:
+                raise RunError(
+                    f"{self.now[0]}: a tensor of layout {tensor.layout} cannot leave its device; make it dense"
+                )
 
     def next(self, route: Route, count: int) -> list[str]:
         """The names of the next ``count`` copies of a route; fewer if they were not queued yet."""

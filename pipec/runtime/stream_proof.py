@@ -74,7 +74,8 @@ def _streams(plan: Plan, happened: Happened, at: dict[int, int], tasks: list[str
         row, call = plan.table.task(task), calls[number]
         stream, others = f"compute {row.device}", ()
         if row.kind is Kind.COPY:
-            stream, others = f"out {row.device}", (f"in {row.peer}",)  # type: ignore[assignment]
+            stream = f"in {row.peer}" if row.host == "from" else f"out {row.device}"
+            others = () if row.host else (f"in {row.peer}",)  # type: ignore[assignment]
         if (call.stream, call.others) != (stream, others):
             found.append(f"{tasks[task]} runs on {call.stream} {call.others}, not on {stream} {others}")
     for device in range(plan.devices):

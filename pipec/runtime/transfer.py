@@ -48,13 +48,15 @@ def duplicate(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor.detach().to(where, copy=True, non_blocking=True)
     pairs: Pairs = []
-    made = prepared(tensor, where, pairs)
+    made = prepared(tensor, lambda core: torch.empty_like(core, device=where), pairs)
     fill(pairs)
     return made
 
 
-def prepared(tensor: Tensor, device: torch.device, pairs: Pairs) -> Tensor:
+def prepared(tensor: Tensor, empty: Copy, pairs: Pairs) -> Tensor:
     """Memory for a copy of a strided tensor; what :func:`fill` is to write there is appended to ``pairs``.
+
+    ``empty`` makes memory for a tensor like the one given; dense tensors keep their strides in it.
 
     Strides stay because kernels that add up may do it in another order for another layout. An expanded tensor is
     copied once and expanded again. A tensor with gaps becomes dense: copying them would move memory nobody reads.
@@ -63,7 +65,7 @@ def prepared(tensor: Tensor, device: torch.device, pairs: Pairs) -> Tensor:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)
-    made = torch.empty_like(core, device=device)  # dense tensors keep their strides
+    made = empty(core)
     pairs.append((made, core))
     return made if core.shape == tensor.shape else made.expand(tensor.shape)
 

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from attrs import frozen
 
 from pipec.costs import Activations
-from pipec.ir import CARRIED, Kind, Plan
-from pipec.passes.draft import Index, grouped, pairs
+from pipec.ir import CARRIED, FROM_HOST, TO_HOST, Kind, Lane, Plan
+from pipec.passes.draft import Index, grouped, least, pairs
+from pipec.passes.hold import gates
 from pipec.segments import recomputed_values
 from pipec.verify.reach import Reach
 
@@ -72,7 +73,8 @@ class Facts:
         task = self.table.task(row)
         if task.kind is Kind.COPY:
             which = "gradient of " if task.gradient else "recomputed " if task.recomputed else ""
-            return f"{task} ({which}value {self.value(task.value)})"
+            where = {"to": " to host memory", "from": " back from host memory"}.get(task.host, "")
+            return f"{task} ({which}value {self.value(task.value)}{where})"
         if task.stage < 0:
             return f"{task} (all stages, device {task.device})"
         return f"{task} (stage {self.stage(task.stage)}, device {task.device})"
@@ -121,8 +123,20 @@ class Facts:
         return np.full(self.items, -1, np.int64) if rows is None else rows
 
     def readers_on(self, value: int) -> dict[int, list[int]]:
-        """Per device the stages there that read ``value``."""
-        return self._by_device(self.graph.values[value].readers)
+        """Per device the stages there that read ``value``, those apart that take it from host memory."""
+        hosted = self.hosted_on(value)
+        return {d: own for d, own in self._by_device(self.graph.values[value].readers).items() if d not in hosted}
+
+    def hosted_on(self, value: int) -> dict[int, list[int]]:
+        """Per device that takes ``value`` from host memory the stages there that read it."""
+        info = self.graph.values[value]
+        devices = info.through_host([int(device) for device in self.home]) if info.host else ()
+        return {d: own for d, own in self._by_device(info.readers).items() if d in devices}
+
+    def gate(self, device: int, stages: list[int]) -> Rows:
+        """By item the task after which a value may come back to ``device`` for the first of its readers there."""
+        first = least([self.index.of(Kind.FORWARD, reader) for reader in stages])
+        return gates(self.table, self.plan.lanes[device][Lane.COMPUTE], first)
 
     def gradients_on(self, value: int) -> dict[int, list[int]]:
         """Per device the stages there that send a gradient of ``value`` back; none in a plan of forwards."""
@@ -176,6 +190,7 @@ class Facts:
                 if device != home:
                     made.append(self._need(forward, source, reads))
                 made += [self._need(source, self.index.of(Kind.FORWARD, reader), reads) for reader in stages]
+            made += self._host_needs(value, home, forward)
             anew = self.index.of(Kind.RECOMPUTE, info.producer)
             for device, stages in self.again_on(value).items():
                 source = anew if device == home else self.copy(value, 2, home, device)
@@ -187,6 +202,21 @@ class Facts:
                 if device != home:
                     made.append(self._need(target, backward, needs))
                 made += [self._need(self.index.input_backward(reader), target, needs) for reader in stages]
+        return made
+
+    def _host_needs(self, value: int, home: int, forward: Rows) -> list[Need]:
+        """The way of a value through host memory, and not earlier than one task ahead of its reader."""
+        out, made = self.copy(value, TO_HOST, home, home), []
+        for device, stages in self.hosted_on(value).items():
+            back = self.copy(value, FROM_HOST, home, device)
+            made += [
+                self._need(forward, out, "{after} reads a value but does not wait for {before}, which brings it"),
+                self._need(out, back, "{after} reads a value but does not wait for {before}, which brings it"),
+                self._need(self.gate(device, stages), back,
+                           "{after} comes back more than one task ahead of its reader: it does not wait for {before}"),
+                *(self._need(back, self.index.of(Kind.FORWARD, reader), "{after} reads a value but does not wait for "
+                             "{before}, which brings it") for reader in stages),
+            ]
         return made
 
     def _need(self, before: Any, after: Any, why: str) -> Need:

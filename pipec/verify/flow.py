@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipec.ir import Kind, Lane, Plan
+from pipec.ir import FROM_HOST, TO_HOST, Kind, Lane, Plan, sends
 from pipec.passes.draft import join, to_csr
 from pipec.passes.linearise import deadlock
 from pipec.topology import clock
@@ -83,7 +83,7 @@ def copies(facts: Facts) -> list[str]:
         rows = facts.copy(*route)
         if route in wanted:
             missing = np.flatnonzero(rows < 0)
-            name = f"{('', 'the gradient of ', 'the recomputed ')[route[1]]}value {facts.value(route[0])}"
+            name = f"{('', 'the gradient of ', 'the recomputed ', '', '')[route[1]]}value {facts.value(route[0])}"
             found += some(missing, (
                 f"the copy {_token(route, facts.item(m))} of {name} is missing" for m in missing.tolist()
             ))
@@ -104,12 +104,54 @@ def copies(facts: Facts) -> list[str]:
     kept[np.concatenate([[-1], *facts.copies.values()])] = True  # the last one stands for no copy
     extra = ids[~kept[ids]]
     found += some(extra, (f"{facts.task(i)} stands more than once" for i in extra.tolist()))
-    return found + _send_order(facts)
+    return found + _send_order(facts) + _blocked(facts)
+
+
+def _blocked(facts: Facts) -> list[str]:
+    """What stands behind a copy back from host memory on its lane must not wait for it longer than it takes: the task
+    that the copy back waits for comes, on its device, before every task that reads what stands behind."""
+    gates: dict[int, int] = {}
+    for value, info in enumerate(facts.graph.values):
+        for device, stages in facts.hosted_on(value).items():
+            rows, gate = facts.copy(value, FROM_HOST, int(facts.home[info.producer]), device), facts.gate(device, stages)
+            gates |= dict(zip(rows[gate >= 0].tolist(), gate[gate >= 0].tolist(), strict=True))
+    found: list[str] = []
+    if not gates:
+        return found
+    place = facts.reach.place[0]
+    first = _first_readers(facts)
+    for lanes in facts.plan.lanes:
+        furthest, last = -1, -1
+        for task in lanes[Lane.IN].tolist():
+            reader = first[task]
+            if furthest >= 0 and reader >= 0 and place[reader] <= place[furthest]:
+                found.append(
+                    f"{facts.task(task)} stands behind {facts.task(last)}, which waits for {facts.task(furthest)}, but "
+                    f"is read before that by {facts.task(reader)}; let it come first"
+                )
+            gate = gates.get(task, -1)
+            if gate >= 0 and (furthest < 0 or place[gate] > place[furthest]):
+                furthest, last = gate, task
+    return some(np.arange(len(found)), iter(found))
+
+
+def _first_readers(facts: Facts) -> Rows:
+    """Per copy the first task on its target's compute lane that waits for it, -1 without any."""
+    task, need = facts.reach.edges
+    table, place = facts.table, facts.reach.place[0]
+    own = (table.kind[need] == Kind.COPY) & (table.kind[task] != Kind.COPY) & ~sends(table)[task]
+    own &= table.device[task] == table.peer[need]
+    task, need = task[own], need[own]
+    order = np.lexsort((-place[task], need))
+    first = np.full(len(table), -1, np.int64)
+    first[need[order]] = task[order]  # of several the last one written, which comes first on its lane
+    return first
 
 
 def _token(route: Route, item: str) -> str:
     value, gradient, source, target = route
-    return f"{('', 'd', 'r')[gradient]}v{value}[{item}]:{source}>{target}"
+    start, end = "host" if gradient == FROM_HOST else source, "host" if gradient == TO_HOST else target
+    return f"{('', 'd', 'r', '', '')[gradient]}v{value}[{item}]:{start}>{end}"
 
 
 def _routes(facts: Facts) -> set[Route]:
@@ -119,6 +161,8 @@ def _routes(facts: Facts) -> set[Route]:
         made |= {(value, 0, home, d) for d in facts.readers_on(value) if d != home}
         made |= {(value, 1, d, home) for d in facts.gradients_on(value) if d != home}
         made |= {(value, 2, home, d) for d in facts.again_on(value) if d != home}
+        made |= {(value, TO_HOST, home, home) for _ in facts.hosted_on(value)}
+        made |= {(value, FROM_HOST, home, d) for d in facts.hosted_on(value)}
     return made
 
 
@@ -130,7 +174,7 @@ def _send_order(facts: Facts) -> list[str]:
         for peer in np.unique(table.peer[lanes[device][Lane.OUT]]).tolist():
             if peer < 0:  # a REDUCE, which has no single receiver
                 continue
-            out, into = lanes[device][Lane.OUT], lanes[peer][Lane.IN]
+            out, into = (ids[table.gradient[ids] < TO_HOST] for ids in (lanes[device][Lane.OUT], lanes[peer][Lane.IN]))
             out, into = out[table.peer[out] == peer], into[table.device[into] == device]
             differ = np.flatnonzero(out != into)  # of one length: every COPY stands in both lanes
             if len(differ):

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipec.columns import OF_STAGES
 from pipec.errors import PlanError, Problem, raise_all
-from pipec.ir import BUFFER_COLUMNS, CARRIED, TABLE_COLUMNS, Buffer, Kind, Lane, Plan, sends
+from pipec.ir import BUFFER_COLUMNS, CARRIED, TABLE_COLUMNS, TO_HOST, Buffer, Kind, Lane, Plan, arrives, sends
 from pipec.segments import first_stages
 from pipec.verify.facts import some
 
@@ -43,6 +43,8 @@ def _graph(plan: Plan) -> Iterator[str]:
                 f"value v{number} goes from stage {value.producer} to {_list(value.readers)}, but a value "
                 f"goes from one of the stages 0..{stages - 1} to later ones"
             )
+        if not {*value.skips, *value.host} <= set(value.readers):
+            yield f"value v{number} is marked as a skip to {_list(value.skips + value.host)}, which do not all read it"
     reads: dict[int, list[int]] = defaultdict(list)
     gives: dict[int, list[int]] = defaultdict(list)
     for number, value in enumerate(plan.graph.values):
@@ -103,7 +105,13 @@ def _table(plan: Plan) -> Iterator[str]:
             f"task %{i} ({table.task(i)}) has {name} {column[i]}; it must lie in {low[i]}..{high[i] - 1}"
             for i in wrong.tolist()
         ))
-    wrong = np.flatnonzero(copy & (table.device == table.peer))
+    hosted = copy & (table.gradient >= TO_HOST)
+    wrong = np.flatnonzero((table.gradient == TO_HOST) & copy & (table.device != table.peer))
+    yield from some(wrong, (
+        f"task %{i} ({table.task(i)}) goes to host memory with the peer {table.peer[i]}; it names its own device, "
+        f"{table.device[i]}" for i in wrong.tolist()
+    ))
+    wrong = np.flatnonzero(copy & ~hosted & (table.device == table.peer))
     yield from some(wrong, (
         f"task %{i} ({table.task(i)}) copies from device {table.device[i]} to itself" for i in wrong.tolist()
     ))
@@ -114,9 +122,9 @@ def _lanes(plan: Plan) -> Iterator[str]:
     if len(plan.lanes) != plan.devices or any(len(lanes) != len(Lane) for lanes in plan.lanes):
         yield f"the plan has lanes for {len(plan.lanes)} devices, but {plan.devices} devices"
         return
-    copy = table.kind == Kind.COPY
-    out = sends(table)
-    homes = (np.where(out, -1, table.device), np.where(out, table.device, -1), np.where(copy, table.peer, -1))
+    copy, out = table.kind == Kind.COPY, sends(table)
+    homes = (np.where(out | copy, -1, table.device), np.where(out, table.device, -1),
+             np.where(arrives(table), table.peer, -1))
     for lane, home in zip(Lane, homes, strict=True):
         times = np.zeros(size, np.int64)  # how often each task stands in a lane of this kind on its own device
         for device, lanes in enumerate(plan.lanes):

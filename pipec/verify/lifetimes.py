@@ -11,7 +11,7 @@ from attrs import frozen
 from pipec.columns import OF_STAGES
 from pipec.costs import Activations, Costs
 from pipec.errors import ScheduleError
-from pipec.ir import Buffer, Kind
+from pipec.ir import FROM_HOST, TO_HOST, Buffer, Kind
 from pipec.passes.draft import grouped, pairs
 from pipec.simulate import value_bytes
 from pipec.timeline import show_bytes
@@ -49,7 +49,15 @@ def wanted_buffers(facts: Facts) -> list[Wanted]:
         sent = {d: facts.copy(value, 0, home, d) for d in reading if d != home}
         local = [rows for r in reading.get(home, []) for rows in _uses(facts, r, value)]
         forward = index.of(Kind.FORWARD, about.producer)
-        made.append(Wanted(Buffer.VALUE, value, home, -1, [forward], [*local, *sent.values()]))
+        hosted = facts.hosted_on(value)
+        back = {d: facts.copy(value, FROM_HOST, home, d) for d in hosted}
+        away = [facts.copy(value, TO_HOST, home, home)] if hosted else []
+        made.append(Wanted(Buffer.VALUE, value, home, -1, [forward], [*local, *sent.values(), *away]))
+        if hosted:
+            made.append(Wanted(Buffer.HOST, value, home, -1, away, list(back.values())))
+        for device, rows in back.items():
+            uses = [use for r in hosted[device] for use in _uses(facts, r, value)]
+            made.append(Wanted(Buffer.FETCHED, value, device, -1, [rows], uses))
         for device, rows in sent.items():
             uses = [use for r in reading[device] for use in _uses(facts, r, value)]
             made.append(Wanted(Buffer.VALUE, value, device, -1, [rows], uses))
