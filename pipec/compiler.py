@@ -131,6 +131,12 @@ def build(
     problem = Problem(chunks, devices, microbatches, chunk_edges(graph, chunks), costs or Costs(),
                       tuple(s.name for s in graph.stages), recipe.memory_limit, slices=slices)
     if recipe.training and is_asynchronous(recipe.policy):
+        held = [value.name for value in graph.values if value.host]
+        if held:
+            raise ScheduleError(
+                f"skip(hold='host') of {', '.join(map(repr, held))}: schedule {policy_name(recipe.policy)!r} is "
+                "asynchronous, and values wait in host memory in synchronous plans only; leave hold= out"
+            )
         if slices != 1:
             refuse_slices(recipe.policy, slices)
         draft = settle(problem, lambda longer: compute_tasks(graph, longer, recipe))

@@ -119,6 +119,8 @@ class Pipeline:
         Slices of a sequence are joined along ``slice_dim``.
         """
         location = caller()
+        if isinstance(value, Skip) and value.hold is not None:
+            self._problem(f"output {value.value!r}: skip(hold={value.hold!r}) is for what a stage reads; leave it out")
         ref = self._ref("output", value)
         if ref is None:
             return
@@ -169,7 +171,11 @@ class Pipeline:
         if count is not None:
             self._check_count(what, count)
         before = len(self._problems)
-        filled = self._template(what, (args, kwargs), set(), set())
+        hosted: set[Ref] = set()
+        filled = self._template(what, (args, kwargs), set(), hosted)
+        if hosted:
+            self._problem(f"{what}: skip(hold='host') is for what a stage reads, and this loss reads as a part of the "
+                          "last stage that it reads; mark it there, or leave hold= out")
         stages = [r.index for r in flatten(filled)[0] if isinstance(r, Ref) and r.source == "stage"]
         if not stages:
             if len(self._problems) == before:

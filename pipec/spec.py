@@ -6,7 +6,7 @@ it can be saved, verified, simulated and drawn without any module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -195,8 +195,9 @@ class ValueInfo:
     skips: tuple[int, ...] = ()
     host: tuple[int, ...] = ()
 
-    def through_host(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """The devices whose readers all take the value from host memory, ascending; ``devices``: one per stage.
+    def through_host(self, devices: Any) -> tuple[int, ...]:
+        """The devices whose readers all take the value from host memory, ascending; ``devices``: that of each
+        stage.
 
         Where another reads it too it is on that device anyway.
         """

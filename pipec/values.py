@@ -94,4 +94,6 @@ def skip(value: Any, *, hold: str | None = None) -> Any:
     copied out after its forward and back one task ahead of the reader. Where a stage on the reader's device reads the
     value without this, it is there anyway and goes straight. See docs/streams.md.
     """
+    if isinstance(value, Skip):
+        value, hold = value.value, hold or value.hold
     return Skip(value, caller(), hold)

@@ -18,6 +18,8 @@ from pipec.runtime.borders import Packed, Parcel
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
 
+HOST = -2  # in place of a device
+
 
 class Storages(TorchDispatchMode):
     """Bytes of every storage that operations make, by the device whose task made it, while it is alive."""
@@ -58,6 +60,12 @@ class CopyingChannels(Channels):
         super().send(route, slot, _copy(payload))
         self.storages.device = route[0]
 
+    def to_host(self, payload):  # type: ignore[no-untyped-def]
+        device, self.storages.device = self.storages.device, HOST
+        made = _copy(payload)
+        self.storages.device = device
+        return made
+
 
 def _copy(payload):  # type: ignore[no-untyped-def]
     if isinstance(payload, torch.Tensor):
@@ -73,7 +81,7 @@ def _copy(payload):  # type: ignore[no-untyped-def]
 def live_bytes(
     monkeypatch: pytest.MonkeyPatch, net: pipec.Pipeline, plan: pipec.Plan, data: dict[str, torch.Tensor]
 ) -> list[tuple[int, int, int]]:
-    """(task, device, bytes alive on it after the task) in the second step of a plan, in one thread.
+    """(task, device or HOST, bytes alive on it after the task) in the second step of a plan, in one thread.
 
     Gradients of the first step are dropped, what it gave too; handed-over tensors are copied as between real devices.
     """
@@ -85,7 +93,7 @@ def live_bytes(
             for op in ops:
                 storages.device = self.index
                 super().run([op])
-                seen.extend((op.task, device, storages.live[device]) for device in range(plan.devices))
+                seen.extend((op.task, device, storages.live[device]) for device in (*range(plan.devices), HOST))
 
     class Copying(CopyingChannels):
         pass

@@ -14,12 +14,19 @@ from pipec.ir import Lane, Plan
 from pipec.schedules.base import B, F, I, Op, Problem, W
 
 
-def pipeline(sources: list[list[int]], losses: list[int], name: str = "net") -> pipec.Pipeline:
-    """Stage i reads the stages in ``sources[i]`` (-1: the input); the ends that no loss reads are outputs."""
+def pipeline(sources: list[list[int]], losses: list[int], name: str = "net", host: int = 0) -> pipec.Pipeline:
+    """Stage i reads the stages in ``sources[i]`` (-1: the input); the ends that no loss reads are outputs.
+
+    Every ``host``-th skip waits in host memory; 0: none does.
+    """
+    count = itertools.count(1)
     net = pipec.Pipeline(name)
     made = {-1: net.input("x")}
     for number, read in enumerate(sources):
-        values = [made[s] if s >= number - 1 else pipec.skip(made[s]) for s in read]
+        values = []
+        for s in read:
+            held = "host" if host and 0 <= s < number - 1 and next(count) % host == 0 else None
+            values.append(made[s] if s >= number - 1 else pipec.skip(made[s], hold=held))
         made[number] = net.stage(f"s{number}", None, *values)
     for number, stage in enumerate(losses):
         net.loss(f"loss{number}", None, made[stage])
@@ -32,16 +39,16 @@ def pipeline(sources: list[list[int]], losses: list[int], name: str = "net") -> 
 
 
 @st.composite
-def pipelines(draw: Any, least: int = 1, most: int = 6) -> pipec.Pipeline:
+def pipelines(draw: Any, least: int = 1, most: int = 6, host: bool = False) -> pipec.Pipeline:
     count = draw(st.integers(least, most))
     sources = [
         sorted(draw(st.sets(st.integers(-1, number - 1), min_size=1, max_size=3))) for number in range(count)
     ]
     losses = sorted(draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=2)))
-    return pipeline(sources, losses)
+    return pipeline(sources, losses, host=draw(st.integers(0, 2)) if host else 0)
 
 
-def unet(depth: int = 2) -> pipec.Pipeline:
+def unet(depth: int = 2, hold: str | None = None) -> pipec.Pipeline:
     """An encoder and a decoder with a skip at every level."""
     net = pipec.Pipeline("unet")
     value, target, kept = net.input("image"), net.input("target"), []
@@ -50,7 +57,7 @@ def unet(depth: int = 2) -> pipec.Pipeline:
         kept.append(value)
     value = net.stage("mid", None, value)
     for level in reversed(range(depth)):
-        value = net.stage(f"dec{level}", None, value, pipec.skip(kept[level]))
+        value = net.stage(f"dec{level}", None, value, pipec.skip(kept[level], hold=hold))
     net.output(value)
     net.loss("mse", None, value, target)
     return net
@@ -92,7 +99,7 @@ def any_order(seed: int, split: bool) -> Any:
 @st.composite
 def plans(draw: Any, training: bool | None = None, most: int = 6, **options: Any) -> Plan:
     """A compiled plan: any graph, placement, schedule, recompute and update mode."""
-    net = draw(pipelines(most=most))
+    net = draw(pipelines(most=most, host=True))
     stages = [s.name for s in net.spec.stages]
     devices = draw(st.integers(1, min(4, len(stages))))
     kinds = ["linear", "mapping", "looped"] + (["v"] if len(stages) >= 2 * devices else [])

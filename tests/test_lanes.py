@@ -33,7 +33,7 @@ class Join(nn.Module):
         return self.line(torch.cat([x, skip], 1)).tanh()
 
 
-def skipping(dropout: float = 0.3) -> pipec.Pipeline:
+def skipping(dropout: float = 0.3, hold: str | None = None) -> pipec.Pipeline:
     """Six stages with a skip from the first to the last and one in the middle, dropout, and batch norm."""
     torch.manual_seed(11)
     net = pipec.Pipeline("skipping")
@@ -41,9 +41,9 @@ def skipping(dropout: float = 0.3) -> pipec.Pipeline:
     a = net.stage("a", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), x)
     b = net.stage("b", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(dropout)), a)
     c = net.stage("c", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), b)
-    d = net.stage("d", Join(), c, pipec.skip(b))
+    d = net.stage("d", Join(), c, pipec.skip(b, hold=hold))
     e = net.stage("e", nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(dropout)), d)
-    f = net.stage("f", Join(), e, pipec.skip(a))
+    f = net.stage("f", Join(), e, pipec.skip(a, hold=hold))
     net.output(f)
     net.loss("mse", F.mse_loss, f, y)
     return net

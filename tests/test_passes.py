@@ -38,6 +38,7 @@ GOLDEN: dict[str, Callable[[], Plan]] = {
     ),
     "pipedream": lambda: pipec.compile(pipec.chain(2), 2, 1, "pipedream", update="stage"),
     "pipemare-segments": lambda: pipec.compile(pipec.chain(2), 2, 1, pipec.PipeMare(segments=2), update="stage"),
+    "host": lambda: pipec.compile(unet(hold="host"), 3, 3, "gpipe", placement=[0, 1, 2, 2, 0]),
     "forward-only": lambda: pipec.compile(unet(1), 2, 2, forward_only=True),
 }
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipec.errors import RenderError
-from pipec.ir import Kind, Plan
+from pipec.ir import FROM_HOST, TO_HOST, Kind, Plan
 from pipec.render.dot import Item, Line, Point
 from pipec.render.lanes import Tasks, To, copy_tooltip, is_skip
 from pipec.render.palette import CRITICAL
@@ -22,15 +22,24 @@ def readers_of_copies(plan: Plan) -> dict[int, int]:
     task = np.repeat(np.arange(len(plan.table)), np.diff(plan.waits.start))
     needed = plan.waits.ids
     good = (plan.table.kind[needed] == Kind.COPY) & (plan.table.peer[needed] == plan.table.device[task])
-    good &= plan.table.kind[task] != Kind.COPY
+    good &= (plan.table.kind[task] != Kind.COPY) & (plan.table.gradient[needed] != TO_HOST)
     found: dict[int, int] = {}
     for copy, reader in zip(needed[good].tolist(), task[good].tolist(), strict=True):
         found[copy] = min(reader, found.get(copy, reader))
     return found
 
 
+def sent_by(plan: Plan, copy: int) -> int:
+    """The copy that took from its producer what ``copy`` brings: of one from host memory the one to it."""
+    if plan.table.gradient[copy] != FROM_HOST:
+        return copy
+    return next((w for w in plan.waits.of(copy).tolist() if plan.table.gradient[w] == TO_HOST), copy)
+
+
 def _ends(lane: dict[int, float], height: float, source: int, target: int) -> tuple[float, float]:
-    """Where an arrow leaves one lane and meets another: at the edges that face each other."""
+    """Where an arrow leaves one lane and meets another: at the edges that face each other, or along one lane."""
+    if source == target:
+        return lane[source], lane[target]
     down = lane[target] > lane[source]
     return lane[source] + (height if down else 0.0), lane[target] + (0.0 if down else height)
 
@@ -56,7 +65,7 @@ def copy_arrows(tasks: Tasks, view: View, x: To, lane: dict[int, float], height:
         for c, r in reader.items()
         if r in shown
         and int(table.device[c]) in lane
-        and view.begin <= timeline.start[c] <= view.end
+        and view.begin <= timeline.start[sent_by(timeline.plan, c)] <= view.end
         and int(table.peer[c]) in lane
     ]
     if len(found) > MOST_ARROWS:
@@ -73,7 +82,7 @@ def copy_arrows(tasks: Tasks, view: View, x: To, lane: dict[int, float], height:
             dashed[route] = _skip(tasks, *route)
         y0, y1 = _ends(lane, height, task.device, task.peer)
         points: tuple[Point, ...] = (
-            (x(float(timeline.start[copy])), y0),
+            (x(float(timeline.start[sent_by(timeline.plan, copy)])), y0),
             (x(float(timeline.start[reader[copy]])), y1),
         )
         on = after.get(copy) == reader[copy]

@@ -126,6 +126,7 @@ def _value_edges(graph: Graph, costs: Costs) -> Iterator[str]:
             tip = f"{value.name}: {producer} to {graph.stages[reader].name}" + (
                 "" if size is None else f", {show_bytes(size)}"
             )
+            tip += ", may wait in host memory" if reader in value.host else ""
             yield f"  s{value.producer} -> s{reader}" + attributes(
                 label=escape(label) if label else None,
                 style="dashed" if skip else None,

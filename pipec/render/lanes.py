@@ -264,6 +264,7 @@ def copy_tooltip(tasks: Tasks, task: Task, index: int) -> tuple[str, ...]:
     what = f"gradient of {value}" if task.gradient else value
     return (
         f"{task}: copy of {what}, microbatch {task.item}",
-        f"device {task.device} to device {task.peer}",
+        ("host memory" if task.host == "from" else f"device {task.device}") + " to "
+        + ("host memory" if task.host == "to" else f"device {task.peer}"),
         f"{timeline.start[index]:.6g} to {timeline.end[index]:.6g}",
     )

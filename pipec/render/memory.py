@@ -29,6 +29,7 @@ class Memory:
     limit: float | None
     peaks: list[float]  # per device
     stashed: bool = False  # weight versions are among it
+    host: tuple[int, ...] = ()  # per device the most bytes that it has in host memory at once, where any has
 
     @property
     def top(self) -> float:
@@ -41,7 +42,8 @@ class Memory:
     @property
     def title(self) -> str:
         if self.bytes:
-            return "memory held: activations, values and gradients" + ", stashed weights" * self.stashed
+            made = "memory held: activations, values and gradients" + ", stashed weights" * self.stashed
+            return made + (f"; in host memory at most {show_bytes(max(self.host))} a device" if self.host else "")
         return "activations held, in shares (1 = all that one device keeps for one microbatch)"
 
 
@@ -76,7 +78,8 @@ def choose_memory(timeline: Timeline, unit: Any, limit: Any) -> Memory | None:
         weights, peaks = timeline.byte_weights, [float(peak) for peak in timeline.peak_bytes or []]
     else:
         weights, peaks = timeline.share_weights, timeline.peak_share
-    return None if weights is None else Memory(weights, unit == "bytes", level, peaks, stashed)
+    host = tuple(timeline.host_peak_bytes or ()) if unit == "bytes" and timeline.host_copies else ()
+    return None if weights is None else Memory(weights, unit == "bytes", level, peaks, stashed, host)
 
 
 def steps(timeline: Timeline, memory: Memory, device: int, begin: float, end: float) -> tuple[Floats, Floats]:
@@ -142,7 +145,8 @@ def strip(
             1.1,
             id=f"{prefix}memory-{device}",
             css="memory",
-            tooltip=(f"device {device}: peak {memory.show(peak)}",),
+            tooltip=(f"device {device}: peak {memory.show(peak)}",
+                     *([f"in host memory at most {show_bytes(memory.host[device])}"] if memory.host else [])),
         )
     ]
     if memory.limit is not None:

@@ -20,7 +20,7 @@ from attrs import field, frozen
 from pipec.errors import RenderError
 from pipec.ir import Kind, Lane, Plan, Task
 from pipec.paths import file_path
-from pipec.render.arrows import readers_of_copies
+from pipec.render.arrows import readers_of_copies, sent_by
 from pipec.timeline import Timeline
 
 Nanoseconds = npt.NDArray[np.int64]
@@ -206,7 +206,7 @@ def flows_of(plan: Plan) -> Flows:
     flows = Flows({}, {})
     for copy, reader in sorted(readers_of_copies(plan).items()):
         made = [
-            w for w in plan.waits.of(copy).tolist()
+            w for w in plan.waits.of(sent_by(plan, copy)).tolist()
             if table.kind[w] != Kind.COPY and table.device[w] == table.device[copy]
         ]
         if made:
@@ -274,7 +274,9 @@ def _label(plan: Plan, task: Task, sizes: list[int | None]) -> Event:
         about["weight version"] = task.version
         return {"name": f"{task} {stage}", "cat": kind, "args": about}
     value, size = plan.graph.values[task.value].name, sizes[task.value]
-    about |= {"value": value, "gradient": task.gradient, "from device": task.device, "to device": task.peer}
+    about |= {"value": value, "gradient": task.gradient,
+              "from device": "host" if task.host == "from" else task.device,
+              "to device": "host" if task.host == "to" else task.peer}
     if size is not None:
         about["bytes"] = size
     return {"name": f"{task} {value}", "cat": kind, "args": about}

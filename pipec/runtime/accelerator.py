@@ -37,7 +37,7 @@ class Accelerator:
         return tensor.pin_memory()
 
     def host_memory(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like, device="cpu", pin_memory=True)  # torch's cache of it notes each stream that copies
+        return torch.empty_like(like, device="cpu", pin_memory=True)  # torch notes who copies
 
     def synchronize(self, event: torch.Event) -> None:
         event.synchronize()

@@ -113,7 +113,8 @@ def _blocked(facts: Facts) -> list[str]:
     gates: dict[int, int] = {}
     for value, info in enumerate(facts.graph.values):
         for device, stages in facts.hosted_on(value).items():
-            rows, gate = facts.copy(value, FROM_HOST, int(facts.home[info.producer]), device), facts.gate(device, stages)
+            rows = facts.copy(value, FROM_HOST, int(facts.home[info.producer]), device)
+            gate = facts.gate(device, stages)
             gates |= dict(zip(rows[gate >= 0].tolist(), gate[gate >= 0].tolist(), strict=True))
     found: list[str] = []
     if not gates:
@@ -129,9 +130,9 @@ def _blocked(facts: Facts) -> list[str]:
                     f"{facts.task(task)} stands behind {facts.task(last)}, which waits for {facts.task(furthest)}, but "
                     f"is read before that by {facts.task(reader)}; let it come first"
                 )
-            gate = gates.get(task, -1)
-            if gate >= 0 and (furthest < 0 or place[gate] > place[furthest]):
-                furthest, last = gate, task
+            own = gates.get(task, -1)
+            if own >= 0 and (furthest < 0 or place[own] > place[furthest]):
+                furthest, last = own, task
     return some(np.arange(len(found)), iter(found))
 
 

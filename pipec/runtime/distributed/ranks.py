@@ -13,7 +13,7 @@ from attrs import evolve
 from torch import Tensor
 
 from pipec.errors import RunError
-from pipec.ir import Plan
+from pipec.ir import TO_HOST, Plan
 from pipec.runtime import names, saving
 from pipec.runtime.alone import Alone, Path
 from pipec.runtime.backends import Backend
@@ -62,6 +62,13 @@ class Ranks(Alone):
         if plan.slices > 1:
             raise RunError(
                 f"the plan cuts microbatches into {plan.slices} slices, which this version runs in one process only"
+            )
+        hosted = plan.table.value[plan.table.gradient == TO_HOST]
+        held = {plan.graph.values[value].name for value in hosted.tolist()}
+        if held:
+            raise RunError(
+                f"skip(hold='host') of {', '.join(map(repr, sorted(held)))}: values wait in host memory in runs of one "
+                "process only; leave hold= out, and compile again"
             )
         if plan.asynchronous:
             raise RunError(
