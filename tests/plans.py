@@ -97,9 +97,9 @@ def any_order(seed: int, split: bool) -> Any:
 
 
 @st.composite
-def plans(draw: Any, training: bool | None = None, most: int = 6, **options: Any) -> Plan:
-    """A compiled plan: any graph, placement, schedule, recompute and update mode."""
-    net = draw(pipelines(most=most, host=True))
+def plans(draw: Any, training: bool | None = None, most: int = 6, host: bool = False, **options: Any) -> Plan:
+    """A compiled plan: any graph, placement, schedule, recompute and update mode; ``host``: skips may wait there."""
+    net = draw(pipelines(most=most, host=host))
     stages = [s.name for s in net.spec.stages]
     devices = draw(st.integers(1, min(4, len(stages))))
     kinds = ["linear", "mapping", "looped"] + (["v"] if len(stages) >= 2 * devices else [])

@@ -95,7 +95,7 @@ def test_every_buffer_that_is_freed_a_reader_early_is_found(schedule: str, recom
     assert tried
 
 
-@given(plans(most=4))
+@given(plans(most=4, host=True))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_no_compiled_plan_is_accused(plan: Plan) -> None:
     assert find_races(plan) == []

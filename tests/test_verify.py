@@ -40,7 +40,7 @@ MODES = [
 # -- no false alarm --------------------------------------------------------------------------------------------
 
 
-@given(plans())
+@given(plans(host=True))
 @settings(max_examples=150)
 def test_every_compiled_plan_holds(plan: Plan) -> None:
     report = plan.verify()
@@ -48,7 +48,7 @@ def test_every_compiled_plan_holds(plan: Plan) -> None:
     assert held >= {"form", "tasks", "order", "progress", "waits", "lifetimes", "copies", "versions"}
 
 
-@given(plans(), st.randoms(use_true_random=False))
+@given(plans(host=True), st.randoms(use_true_random=False))
 @settings(max_examples=60)
 def test_ids_need_not_be_an_order(plan: Plan, rng: Any) -> None:
     """The same plan with its tasks numbered at random holds as well, and gets an execution order."""
@@ -114,7 +114,7 @@ def test_every_wait_that_matters_is_missed(mode: dict[str, Any]) -> None:
     assert mattering > 10
 
 
-@given(plans(), st.randoms(use_true_random=False))
+@given(plans(host=True), st.randoms(use_true_random=False))
 @settings(max_examples=60)
 def test_any_removed_wait_is_found_when_it_matters(plan: Plan, rng: Any) -> None:
     edges = edges_of(plan)
@@ -123,7 +123,7 @@ def test_any_removed_wait_is_found_when_it_matters(plan: Plan, rng: Any) -> None
         assert bool(broken(mutant)) == (need not in ancestors(needs(mutant), task))
 
 
-@given(plans())
+@given(plans(host=True))
 @settings(max_examples=40)
 def test_reach_agrees_with_a_search(plan: Plan) -> None:
     reach, before = Reach(plan), needs(plan)
@@ -157,7 +157,7 @@ def test_any_dropped_or_repeated_task_is_found(plan: Plan, rng: Any) -> None:
             assert broken(less)
 
 
-@given(plans(), st.randoms(use_true_random=False))
+@given(plans(host=True), st.randoms(use_true_random=False))
 @settings(max_examples=60)
 def test_any_buffer_freed_before_its_last_reader_is_found(plan: Plan, rng: Any) -> None:
     """Freeing at the writer is always too early: every buffer has a reader beyond it."""

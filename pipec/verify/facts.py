@@ -13,7 +13,7 @@ from attrs import frozen
 
 from pipec.costs import Activations
 from pipec.ir import CARRIED, FROM_HOST, TO_HOST, Kind, Lane, Plan
-from pipec.passes.draft import Index, grouped, least, pairs
+from pipec.passes.draft import Index, grouped, pairs
 from pipec.passes.hold import gates
 from pipec.segments import recomputed_values
 from pipec.verify.reach import Reach
@@ -135,7 +135,9 @@ class Facts:
 
     def gate(self, device: int, stages: list[int]) -> Rows:
         """By item the task after which a value may come back to ``device`` for the first of its readers there."""
-        first = least([self.index.of(Kind.FORWARD, reader) for reader in stages])
+        rows = np.stack([self.index.of(Kind.FORWARD, reader) for reader in stages])
+        place = np.where(rows >= 0, self.reach.place[0, rows], len(self.table))  # ids need not be an order
+        first = rows[place.argmin(axis=0), np.arange(self.items)]
         return gates(self.table, self.plan.lanes[device][Lane.COMPUTE], first)
 
     def gradients_on(self, value: int) -> dict[int, list[int]]:
