@@ -35,7 +35,7 @@ from pipec.cli_input import (
     draw_options,
     load_targets,
 )
-from pipec.cli_report import compare_rows, comparison, figures, heading, one_line, show_json, table, told
+from pipec.cli_report import compare_rows, comparison, figures, heading, one_line, pictured, show_json, table, told
 from pipec.compiler import compile as compile_plan
 from pipec.dsl import chain
 from pipec.errors import PipecError, PlanError
@@ -169,9 +169,11 @@ def run_compare(arguments: Arguments) -> int:
         raise PlanError("no schedule serves this pipeline with these options")
     if arguments.output is not None:
         options = draw_options(arguments)
-        titles = [row.name for row in good] if len(good) > 1 else None
-        picture = draw([row.timeline for row in good], arguments.output, titles=titles, **options)
-        print(f"wrote {picture.path}", file=sys.stderr if arguments.json else sys.stdout)
+        drawn = pictured(rows, named=bool(arguments.schedule or (targets and given[0].plan is not None)))
+        titles = [row.name for row in drawn] if len(drawn) > 1 else None
+        picture = draw([row.timeline for row in drawn], arguments.output, titles=titles, **options)
+        left = "" if len(drawn) == len(good) else " of the synchronous schedules; name others with --schedule"
+        print(f"wrote {picture.path}{left}", file=sys.stderr if arguments.json else sys.stdout)
     return 0
 
 

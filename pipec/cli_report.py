@@ -177,11 +177,12 @@ def comparison(rows: Sequence[Row]) -> str:
             made.append([row.name, f"- {row.reason}"])
             continue
         t = row.timeline
+        mark = " *" if t.plan.asynchronous else ""
         weights = [show_bytes(max(own.total for own in t.weight_memory or []))] if weighed else []
         peak = [] if not known else ["unknown" if t.peak_bytes is None else show_bytes(max(t.peak_bytes))]
         made.append(
             [
-                row.name,
+                f"{row.name}{mark}",
                 f"{t.period:.6g}",
                 f"{t.bubble_time:.6g}",
                 f"{t.bubble:.1%}",
@@ -191,4 +192,16 @@ def comparison(rows: Sequence[Row]) -> str:
                 f"{copies_of_step(t):,}",
             ]
         )
-    return table(head, made)
+    steady = any(row.timeline is not None and row.timeline.plan.asynchronous for row in rows)
+    note = "\n* asynchronous: time, bubble and copies are per steady step" if steady else ""
+    return table(head, made) + note
+
+
+def pictured(rows: Sequence[Row], named: bool) -> list[Row]:
+    """The rows that one picture shows: all that were asked for by name, else the synchronous ones.
+
+    An asynchronous plan lays out several minibatches, on whose time axis those of single ones would be too small.
+    """
+    good = [row for row in rows if row.timeline is not None]
+    short = [row for row in good if row.timeline is not None and not row.timeline.plan.asynchronous]
+    return good if named or not short else short

@@ -34,10 +34,10 @@ def start_of(line: ElementTree.Element) -> float:
 def test_steps_and_versions_are_drawn() -> None:
     plan = chain(3, 2, "pipedream")
     svg = Svg(draw(plan))
-    names = ["prologue", "step 2 (steady)", "step 3", "step 4", "epilogue"]
+    names = ["prologue", "step 3 (steady)", "step 4", "step 5", "epilogue"]
     assert [label(g) for g in svg.of("step") if label(g) and "end of" not in label(g)] == names
     ends = [svg.by_id(f"step-{k}") for k in (1, 2, 3, 4)]
-    assert [tip(g) for g in ends] == [f"end of step {k}" for k in (1, 2, 3, 4)]
+    assert [tip(g) for g in ends] == [f"end of step {k}" for k in (2, 3, 4, 5)]
     left = [start_of(g) for g in ends]
     assert np.allclose(np.diff(left), np.diff(left)[0], atol=0.1)
     assert left[0] == pytest.approx(box(svg.by_id("task-0F4"))[0], abs=1.5)
@@ -49,6 +49,16 @@ def test_steps_and_versions_are_drawn() -> None:
     window = Svg(draw(plan, time=(0, 14)))
     assert [g.get("id") for g in window.groups if re.fullmatch(r"step-\d", g.get("id") or "")] == ["step-1"]
     assert "end of a step" not in Svg(draw(pipec.compile(pipec.chain(3), 3, 2))).all_text
+
+
+@pytest.mark.parametrize("schedule", ["pipemare", "pipedream"])
+def test_forwards_show_their_microbatch_and_version(schedule: str) -> None:
+    plan = chain(4, 4, schedule)
+    svg = Svg(draw(plan))
+    assert "number: microbatch" in svg.text("legend")
+    late = [task for device in plan.tasks for task in device if task.kind is pipec.Kind.FORWARD and task.microbatch > 9]
+    assert late
+    assert [label(svg.by_id(f"task-{task}")) for task in late] == [f"{t.microbatch} w{t.version}" for t in late]
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipemare", "predicted", "live-weights", "nesterov"])

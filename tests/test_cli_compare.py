@@ -19,7 +19,7 @@ def test_compare_tells_every_schedule_and_why_one_cannot_serve(capsys: pytest.Ca
         capsys, "compare", "--stages", "8", "--devices", "4", "--microbatches", "8", "--memory-limit", "4activations"
     )
     assert (code, err) == (0, "")
-    rows = {line.split()[0]: line for line in out.splitlines()[3:]}
+    rows = {line.split()[0]: line for line in out.splitlines()[3:-1]}
     assert list(rows) == list(SCHEDULES)
     timeline = pipec.compile(pipec.chain(8), 4, 8, "1f1b").simulate()
     assert rows["1f1b"].split() == ["1f1b", f"{timeline.makespan:g}", "18", "27.3%", "4", "48"]

@@ -104,7 +104,9 @@ def test_title_lanes_axis_and_legend() -> None:
     assert [label(g) for g in svg.of("device")] == ["device 0", "device 1", "device 2"]
     assert [label(g) for g in svg.of("tick") if label(g)] == ["0", "5", "10", "15"]
     assert label(svg.of("axis")[-1]) == "time (ms)"
-    assert [label(g) for g in svg.of("legend") if label(g)] == ["forward", "backward", "critical path", "bubble"]
+    assert [label(g) for g in svg.of("legend") if label(g)] == [
+        "forward", "backward", "number: microbatch", "critical path", "bubble"
+    ]
 
 
 def test_the_legend_names_kinds_that_are_there() -> None:
@@ -114,6 +116,7 @@ def test_the_legend_names_kinds_that_are_there() -> None:
         "recompute",
         "backward",
         "update",
+        "number: microbatch",
         "copy",
         "critical path",
         "bubble",

@@ -30,6 +30,7 @@ def legend_items(
         if chunks > 1:
             word += f" (a device's chunks 1 to {chunks})" if kind == kinds[0] else ""
         entries.append((swatches, word, WORDS[kind].replace(", ", "-")))
+    entries.append(([], "number: microbatch", "number"))
     if lanes and any(t.has_copies for t in all_tasks):
         entries.append(([(HUES[Kind.COPY], "#555555", 0.5)], "copy", "copy"))
     if any(t.critical_shown for t in all_tasks):

@@ -21,7 +21,8 @@ def step_borders(
 ) -> Iterator[Item]:
     """A staircase at the end of the prologue and of each steady step, the names of the parts above it.
 
-    A device ends a step when it has run all its tasks of it, so the borders lean as the pipeline fills.
+    Steps are counted from 1. A device ends a step when it has run all its tasks of it, so the borders lean as the
+    pipeline fills.
     """
     plan = timeline.plan
     found = periods(plan)
@@ -32,11 +33,11 @@ def step_borders(
         points = [(at, lane[device] + down) for device, at in inside.items() for down in (-3.0, height + 3.0)]
         if points:
             yield Line(tuple(points), STEP, 1.4, id=f"{prefix}step-{step}", css="step",
-                       tooltip=(f"end of step {step}",))
+                       tooltip=(f"end of step {step + 1}",))
     last = [0.0, *ends[first][max(found.steady - 1, 0) :].tolist()]
     last = last if found.steady else [0.0, *ends[first].tolist()]
     names = [*(["prologue"] if found.steady else []),
-             *(f"step {k}" + (" (steady)" if k == found.steady else "") for k in range(found.steady, plan.minibatches)),
+             *(f"step {k + 1}" + " (steady)" * (k == found.steady) for k in range(found.steady, plan.minibatches)),
              "epilogue"]
     for name, left, right in zip(names, last, [*last[1:], timeline.makespan], strict=False):
         room = x(min(right, end)) - x(max(left, begin))

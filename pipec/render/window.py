@@ -18,6 +18,7 @@ MOST = 20_000  # tasks a window may ask for
 THIN = 3.0  # points: a task drawn narrower than this on average is a smear
 WIDEST = 2_400.0  # points, the widest time axis chosen
 ROOM = 24.0  # points, a comfortable average task
+VERSIONED = 33.0  # points, an average task with a weight version under its number
 MOST_DEVICES = 512
 
 
@@ -156,6 +157,8 @@ def axis_width(view: View, width: float | None = None) -> float:
     if width is not None:
         return width
     per_task = (view.end - view.begin) / view.mean if view.end > view.begin else 1.0
+    if view.timeline.plan.asynchronous:  # forwards too have room for their microbatch and weight version
+        return min(max(per_task * VERSIONED, 520.0), WIDEST)
     return min(max(min(per_task * ROOM, 1100.0), per_task * ROOM / 2.5, 520.0), WIDEST)
 
 
