@@ -113,7 +113,6 @@ class Threads:
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run all devices at once; a failure of one stops the others, and every worker has ended its part then."""
         self._start()
-        torch.clear_autocast_cache()  # weights may have changed since
         context = Context.capture()
         jobs = [_Job(device, row, context) for device, row in zip(devices, ops, strict=True)]
         reports: list[tuple[int, BaseException | None]] = []  # a worker's own report, in the order of their ends
@@ -130,7 +129,6 @@ class Threads:
             except BaseException as caught:  # Ctrl-C while waiting: stop the workers first, then let it through
                 interrupt.append(Failure(None, caught))
                 channels.stop()
-        torch.clear_autocast_cache()  # casts of weights that are updated next, or made without a graph
         return _first(devices, reports, interrupt)
 
     def _await(self, wake: SimpleQueue[None], devices: Sequence[Device]) -> None:

@@ -2,6 +2,10 @@
 
 A new thread starts with grad mode on, autocast off and an intra-op thread count of its own; a plan must compute in
 a worker what it would compute in the caller.
+
+Autocast keeps the casts of weights that it has made, in one cache for all threads, until a thread leaves its outermost
+autocast. Under one autocast around a training loop it would go on with the weights of the loop's first step. So every
+step begins and ends with an empty cache, whoever runs it, see :func:`fresh_casts`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,32 @@ import torch
 from attrs import frozen
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+@contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Around a step or an evaluation: no cast of a weight is older than it, or outlives it."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def no_kept_casts() -> Iterator[None]:
+    """Cast weights anew wherever they are used.
+
+    Around asynchronous steps, where one device updates its weights while others compute: emptying the cache then could
+    come between two uses of a weight in a forward of theirs, whose gradients are summed in another precision for two
+    casts than for one. So the sum would depend on the timing.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @frozen

@@ -72,7 +72,6 @@ class CpuLanes:
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run all lanes at once; when a task fails, those after it do nothing, and every worker has ended its part."""
         self._start()
-        torch.clear_autocast_cache()  # weights may have changed since
         failures: list[Failure] = []
         step = _Running(devices, channels, Context.capture(), failures)
         ends: list[threading.Event] = []
@@ -87,7 +86,6 @@ class CpuLanes:
             except BaseException as caught:  # Ctrl-C while waiting: stop the workers first, then let it through
                 failures.insert(0, Failure(None, caught))
                 channels.stop()
-        torch.clear_autocast_cache()
         first = evolve(failures[0], others=tuple(failures[1:])) if failures else None
         failures.clear()  # frames in the exceptions' own tracebacks hold the list, a cycle
         return first

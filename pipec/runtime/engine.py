@@ -16,6 +16,30 @@ from torch import Tensor
 from torch._C import _FunctionBase as FunctionNode
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from pipec.errors import RunError
+
+ADVICE = (
+    "which counts the gradients of one backward() of the whole model, but a step has a backward for each stage and "
+    "microbatch; use parameter.register_post_accumulate_grad_hook, which runs once per step, or tensor.register_hook "
+    "or mode='any', which run once per microbatch"
+)
+
+
+def waits(tensor: Tensor) -> bool:
+    """Whether a hook on the tensor waits for the gradients of others, see :mod:`pipec.runtime.group_hooks`."""
+    return any(
+        getattr(hook, "__module__", "") == "torch.autograd.graph"
+        and getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.")
+        for hook in (tensor._backward_hooks or {}).values()
+    )
+
+
+def refusal() -> RunError:
+    """The error for such a hook that was set since the step began."""
+    return RunError(
+        f"a stage calls torch.autograd.graph.register_multi_grad_hook on what it reads or on a parameter, {ADVICE}"
+    )
+
 
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Where a tensor's gradient enters its graph. Holds the graph and not the tensor."""
@@ -36,6 +60,8 @@ def accumulate(
     """
     odd: dict[int, Tensor] = {}
     for place, leaf in enumerate(leaves):
+        if leaf._backward_hooks and waits(leaf):
+            raise refusal()  # as gradients() would, so that it does not depend on the size of a stage
         leaf.register_hook(partial(_keep, odd, place, leaf.stride()))  # type: ignore[no-untyped-call]
     _engine_run_backward(
         tuple(roots), tuple(seeds), False, False, (*leaves, *parameters), allow_unreachable=True, accumulate_grad=True
@@ -57,7 +83,12 @@ def gradients(
 
     With ``keep_graph`` the nodes keep what they saved and may run again.
     """
-    found: Any = _engine_run_backward(
-        tuple(roots), tuple(seeds), keep_graph, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
-    )
+    try:
+        found: Any = _engine_run_backward(
+            tuple(roots), tuple(seeds), keep_graph, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+        )
+    except RuntimeError as error:
+        if "_will_engine_execute_node" not in str(error):
+            raise
+        raise refusal() from error
     return found  # type: ignore[no-any-return]

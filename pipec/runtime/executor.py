@@ -25,6 +25,7 @@ from pipec.runtime.borders import (
 from pipec.runtime.buffers import NOT_WATCHED
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.engine import accumulate, gradients
+from pipec.runtime.group_hooks import check_group_hooks
 from pipec.runtime.program import NOWHERE, Op, Route
 from pipec.runtime.randomness import Purpose, Stream
 from pipec.runtime.record import profiling, recorded
@@ -183,6 +184,7 @@ class Device:
         loss_edges = [edges(value) if value is not None else None for value in losses] if losses else losses
         if not stage.searched:
             check_strays(stage, self.stages, [out_edges, loss_edges], [*leaves, stage.anchor])
+            check_group_hooks([stage], [stage.trainable()])
             stage.searched = True
         self.store[op.tape] = Tape(leaves, out_edges, loss_edges)
 

@@ -22,7 +22,11 @@ from pipec.ir import Kind
 from pipec.runtime.aliases import check_aliases
 from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.borders import add, collect, edges, pack, version
+from pipec.runtime.claim import Claim
+from pipec.runtime.context import fresh_casts
+from pipec.runtime.engine import refusal, waits
 from pipec.runtime.gradients import run_hooks, shared_parameters
+from pipec.runtime.group_hooks import anchor_reads, check_group_hooks, modules_are_watched
 from pipec.runtime.placement import generators_of
 from pipec.runtime.randomness import Position, Purpose, Randomness, Streams
 from pipec.runtime.result import Result
@@ -46,10 +50,10 @@ class Reference:
 
     def step(self, *args: Any, **inputs: Any) -> Result:
         """Losses and outputs of one minibatch; parameter gradients are added to ``.grad``."""
-        with minibatch(self._deferred):
-            return self._step(args, inputs)
+        with minibatch(self._deferred), fresh_casts(), Claim(self.spec.name) as claim:
+            return self._step(args, inputs, claim)
 
-    def _step(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Result:
+    def _step(self, args: tuple[Any, ...], inputs: dict[str, Any], claim: Claim) -> Result:
         batch = Batch(self.spec, args, inputs, self.microbatches, slices=self.slices)
         packets = batch.packets()
         self._random = Randomness(
@@ -58,6 +62,11 @@ class Reference:
         outputs: list[list[Any]] = [[] for _ in self.spec.outputs]
         losses: list[list[Any]] = [[] for _ in self.spec.losses]
         trained = [stage.trainable() for stage in self.stages]
+        check_group_hooks(self.stages, trained)
+        claim.take({id(p): p for own in trained for p in own}.values(), self.stages)
+        watched = modules_are_watched()
+        for stage in self.stages:
+            anchor_reads(stage, watched)
         shared = shared_parameters(trained)
         per_stage: dict[tuple[int, int], Tensor] = {}  # gradients of shared parameters by stage
         touched: dict[int, Tensor] = {}
@@ -125,7 +134,8 @@ class Reference:
                 roots.append(edges(carry))
             loss_roots = [edges(value) for value in own_losses]
             if not stage.searched:
-                check_strays(stage, self.stages, [roots, loss_roots], leaves)
+                check_strays(stage, self.stages, [roots, loss_roots], [*leaves, stage.anchor])
+                check_group_hooks([stage], [stage.trainable()])
                 stage.searched = True
             graphs.append((leaves, roots, loss_roots))
         return graphs
@@ -154,6 +164,8 @@ class Reference:
             own = trained[stage.index]
             if not roots or not wanted + own:
                 continue
+            if any(leaf._backward_hooks and leaf.is_leaf and waits(leaf) for leaf in wanted):
+                raise refusal()
             with self._random.task(stage.index, m, Purpose.BACKWARD):
                 found = list(torch.autograd.grad(roots, wanted + own, seeds, allow_unused=True))
             if self.probe is not None:

@@ -21,10 +21,13 @@ from pipec.runtime.asynchronous.weights import StageWeights
 from pipec.runtime.backends import Backend
 from pipec.runtime.batchnorm import deferred_layers, minibatch
 from pipec.runtime.choose import make_backend
+from pipec.runtime.claim import Claim
+from pipec.runtime.context import fresh_casts
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
 from pipec.runtime.fit import check_asynchronous_options, check_fit
 from pipec.runtime.gradients import Accumulator, commit
+from pipec.runtime.group_hooks import anchor_reads, check_group_hooks, modules_are_watched
 from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.placement import homes, place_stages, real_devices
 from pipec.runtime.program import Op, Program, build_program
@@ -152,16 +155,16 @@ class Runner(Overlapping, Stateful):
             BaseException: what a stage, a loss, a hook or an optimizer raised, with a note saying where. Then
                 parameters, buffers and ``.grad`` are as before the step, unless an UPDATE had begun.
         """
-        with self._alone():
-            return self._step(args, inputs)
+        with self._alone(), Claim(self.spec.name) as claim:
+            return self._step(args, inputs, claim)
 
-    def _step(self, args: Sequence[Any], inputs: dict[str, Any]) -> Result:
+    def _step(self, args: Sequence[Any], inputs: dict[str, Any], claim: Claim) -> Result:
         if self._flow is None and not self.plan.training:
             raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
         if self._flow is not None:
-            return self._overlap(args, inputs)
+            return self._overlap(args, inputs, claim)
         trained = self._party.trained(self.stages)
         used = [own for own, info in zip(trained, self.plan.graph.stages, strict=True) if info.backward]
         parameters = list({id(p): p for own in used for p in own}.values())
@@ -169,6 +172,8 @@ class Runner(Overlapping, Stateful):
 
         def made() -> Batch:
             updater.check(parameters)
+            check_group_hooks(self.stages, trained)
+            claim.take(parameters, self.stages)
             return Batch(self.spec, args, inputs, self.plan.microbatches, party.inputs_elsewhere(self.stages),
                          self.plan.slices)
 
@@ -218,11 +223,13 @@ class Runner(Overlapping, Stateful):
         return Randomness(self._streams, self._party.position(position), inference, self._generators)
 
     def _split(self, program: Program, accumulators: list[Accumulator]) -> None:
-        """Prepare stages whose backward comes in two halves: their gradients pass through the accumulator."""
-        for number in program.split:
-            accumulators[number].direct = False
-            if self.stages[number].anchor is None:
-                self.stages[number].anchor = torch.zeros((), requires_grad=True)
+        """Prepare stages whose backward comes in two halves, or whose reads have hooks: gradients pass through the
+        accumulator."""
+        watched = modules_are_watched()
+        for number, stage in enumerate(self.stages):
+            anchored = watched or number in program.split
+            accumulators[number].direct &= not anchored
+            anchor_reads(stage, anchored)
 
     def _update(self, step: Step, stage: int, shared: set[int]) -> None:
         if step.plan.update_early:
@@ -321,7 +328,8 @@ class Runner(Overlapping, Stateful):
                     "this runner is still busy with another step() or evaluate(), in another thread or around this "
                     "call; make one call at a time, or a runner for each"
                 )
-            yield
+            with fresh_casts():
+                yield
         finally:
             if self._turn.get("call") is mine:
                 self._turn.clear()

@@ -7,7 +7,6 @@ from math import ceil
 from typing import Any
 
 import numpy as np
-import torch
 from torch.optim import Optimizer
 
 from pipec.errors import Problem, RunError, note, raise_all
@@ -225,7 +224,6 @@ class Flow:
                     for parameter in group["params"]:
                         parameter.grad = None
         weights.advanced()
-        torch.clear_autocast_cache()  # it keeps casts of the weights
         flight.updated.append(weights.stage.name)
 
     def _factor(self, weights: StageWeights) -> float:

@@ -22,6 +22,9 @@ from pipec.runtime.asynchronous.weights import StageWeights, named
 from pipec.runtime.backends import Backend
 from pipec.runtime.batchnorm import Deferred
 from pipec.runtime.choose import make_backend
+from pipec.runtime.claim import Claim
+from pipec.runtime.context import no_kept_casts
+from pipec.runtime.group_hooks import anchor_reads, check_group_hooks, modules_are_watched
 from pipec.runtime.optim import Updater
 from pipec.runtime.placement import check_places
 from pipec.runtime.randomness import Position, Randomness, Streams
@@ -109,7 +112,7 @@ class Overlapping:
         raise_all(f"asynchronous schedule {plan.schedule!r}", refusals(self), RunError)
         return Flow(self.spec, plan, self._weights, self._updater.per_stage, self._rescheduling, self._delay)
 
-    def _overlap(self, args: Sequence[Any], inputs: dict[str, Any]) -> AsynchronousResult:
+    def _overlap(self, args: Sequence[Any], inputs: dict[str, Any], claim: Claim) -> AsynchronousResult:
         """A step of an asynchronous plan."""
         flow = self._flow
         assert flow is not None
@@ -118,13 +121,27 @@ class Overlapping:
         if flow.window is None:
             used = [s.trainable() for s, info in zip(self.stages, self.plan.graph.stages, strict=True) if info.backward]
             self._updater.check(list({id(p): p for own in used for p in own}.values()))
-        result = flow.step(batch, Randomness(self._streams, self._position.pinned()), self.probe, self._backend.run)
+            for weights in self._weights:
+                weights.refresh()
+        trained = [weights.parameters for weights in self._weights]
+        check_group_hooks(self.stages, trained)
+        claim.take((p for own in trained for p in own), self.stages)
+        watched = modules_are_watched()
+        for stage in self.stages:
+            anchor_reads(stage, watched)
+        with no_kept_casts():
+            random = Randomness(self._streams, self._position.pinned())
+            result = flow.step(batch, random, self.probe, self._backend.run)
         self._position = self._position.advanced()
         return result
 
     def _drain(self) -> tuple[int, ...]:
         """Flush an asynchronous pipeline; the next result tells what that finished."""
-        return () if self._flow is None else self._flow.drain(self._backend.run)
+        if self._flow is None or self._flow.window is None:
+            return ()
+        with Claim(self.spec.name) as claim, no_kept_casts():
+            claim.take((p for weights in self._weights for p in weights.parameters), self.stages)
+            return self._flow.drain(self._backend.run)
 
     # -- to be read and plotted -----------------------------------------------------------------------------
 
