@@ -273,7 +273,7 @@ def draw_options(arguments: Arguments) -> dict[str, Any]:
 
 def size(text: str) -> float:
     """Bytes: ``1500``, ``2MiB``, ``1.5 GB``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 1500, 2MiB or 1.5GB")
     return int(float(match[1]) * UNITS[match[2].lower()])
@@ -281,7 +281,7 @@ def size(text: str) -> float:
 
 def limit(text: str) -> float | Activations:
     """A memory limit: a size, or ``4activations``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:a|activations?)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*(?:a|activations?)\s*", text)
     try:
         return activations(float(match[1])) if match else size(text)
     except argparse.ArgumentTypeError:
@@ -294,7 +294,7 @@ def numbers(text: str) -> tuple[int, ...]:
     """``0-3,7``: 0 1 2 3 7."""
     made: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]+)(?:\s*-\s*([0-9]+))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise argparse.ArgumentTypeError(f"{text!r}: write numbers such as 0-3,7")
         made += range(int(match[1]), int(match[2] or match[1]) + 1)
@@ -312,7 +312,7 @@ def times(text: str) -> tuple[float, float]:
 
 def count(text: str) -> int:
     """A whole number of at least 1."""
-    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
 

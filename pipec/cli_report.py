@@ -129,6 +129,8 @@ def compare_rows(given: Sequence[Given], arguments: Arguments) -> list[Row]:
     if len(given) > 1:
         raise UsageError("compare takes one pipeline, or several plans")
     names = [part.strip() for part in arguments.schedule.split(",")] if arguments.schedule else list(SCHEDULES)
+    if not all(names):
+        raise UsageError(f"--schedule {arguments.schedule!r} has no name between, before or after its commas")
     rows = []
     for name in names:
         try:

@@ -63,7 +63,7 @@ def compile(  # noqa: A001 - the verb of this library
         update: None (the script steps its optimizer), "stage" (one optimizer a stage), "all" (one for everything);
             asynchronous schedules take "stage" only.
         update_early: a stage updates right after its own last backward; with update="stage" only.
-        forward_only: no backward, for evaluation.
+        forward_only: no backward, for evaluation; without update= and recompute=.
         data_parallel: replicas of the pipeline, each in processes of its own with its own part of the data; REDUCE
             tasks add up their gradients. See docs/distributed.md.
         costs: balance the placement and inform the policy; kept as the default of ``plan.simulate()``.
@@ -83,6 +83,10 @@ def compile(  # noqa: A001 - the verb of this library
             raise ScheduleError(f"{name} must be a whole number of at least 1, got {number!r}")
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
         raise ScheduleError(f"chunks must be a whole number per device, got {chunks!r}")
+    if chunks is not None and chunks < 1:
+        raise ScheduleError(f"chunks must be at least 1 per device, got {chunks}")
+    if forward_only:
+        check_forward_only(update, update_early, recompute)
     if not spec.losses and not forward_only:
         raise ScheduleError(
             f"pipeline {spec.name!r} declares no loss, so it has nothing to train; add loss(...) or compile with "
@@ -107,6 +111,19 @@ def refuse_slices(policy: Policy, slices: Any) -> None:
         raise ScheduleError(
             f"schedule {policy_name(policy)!r} updates weights between microbatches, so it cannot cut them into "
             f"{slices} slices; use a synchronous schedule, 'seq-1f1b' say"
+        )
+
+
+def check_forward_only(update: Any, update_early: Any, recompute: Any) -> None:
+    """Raise ScheduleError for options that only a plan with backwards has."""
+    modes = set(recompute.values()) if isinstance(recompute, Mapping) else {recompute}
+    wrong = [f"update={update!r}"] if update is not None else []
+    wrong += ["update_early=True"] if update_early else []
+    wrong += [f"recompute={recompute!r}"] if modes - {"never"} else []
+    if wrong:
+        raise ScheduleError(
+            f"a plan with forward_only=True has no backward, so {' and '.join(wrong)} would do nothing; leave "
+            f"{'it' if len(wrong) == 1 else 'them'} out"
         )
 
 

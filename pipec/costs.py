@@ -38,6 +38,8 @@ class StageCosts:
     reduce: float | None = None
 
 
+MOST = 1e15  # of any cost: beyond it a float no longer tells a task of length 1 from none
+
 DURATIONS = ("forward", "backward_input", "backward_weight", "recompute", "update", "latency", "host_latency")
 
 
@@ -79,10 +81,22 @@ def _check(what: str, value: Any) -> None:
     """Raise SpecError unless ``value`` is a finite number that is not negative."""
     if not _is_number(value):
         raise SpecError(f"{what} must be a number, got {value!r}")
-    if not value >= 0:
+    if value != value:
+        raise SpecError(f"{what} must be a number, got {value!r}")
+    if value < 0:
         raise SpecError(f"{what} must not be negative, got {value!r}")
     if value == float("inf"):
         raise SpecError(f"{what} must be finite, got {value!r}")
+    if value > MOST:
+        raise SpecError(f"{what} must be at most {MOST:g}, got {_short(value)}; use a larger unit")
+
+
+def _short(value: Any) -> str:
+    """A large number in a few signs; a whole one may be too large for ``float``."""
+    try:
+        return f"{float(value):g}"
+    except OverflowError:
+        return f"a number of {len(str(abs(int(value))))} digits"
 
 
 def _not_negative(_: Any, attribute: Any, value: Any) -> None:
@@ -137,6 +151,11 @@ class Costs:
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and value > 0):
                 raise SpecError(f"costs: {name} must be positive, got {value!r}")
+            if value is not None and not 1 / MOST <= value <= MOST**2 and value != float("inf"):
+                raise SpecError(
+                    f"costs: {name} must be between {1 / MOST:g} and {MOST**2:g}, got {_short(value)}; use another "
+                    "unit, or None for no transfer time"
+                )
 
     def to_host(self) -> tuple[float | None, float]:
         """Bandwidth and latency of copies between a device and host memory."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pipec.spec import Graph
 
 Again = dict[int, tuple[int, ...]]  # value: the stages that read it recomputed
-_TEXT = re.compile(r"segments (\d+(?:,\d+)*)")
+_TEXT = re.compile(r"segments ([0-9]+(?:,[0-9]+)*)")
 
 
 def segments_text(firsts: Sequence[int]) -> str:

@@ -111,14 +111,15 @@ def _task_line(plan: Plan, device: int, task: int, width: int, new: Any, free: A
 
 _HEAD = re.compile(r'plan (?P<name>"(?:[^"\\]|\\.)*"|\S+) (?P<rest>.*)')
 _NAME = r'("(?:[^"\\]|\\.)*"|[\w.\-\[\]]+)'
-_STAGE = re.compile(rf"stage (\d+) {_NAME} chunk=(\d+) device=(\d+)((?: [\w-]+)*)")
+_STAGE = re.compile(rf"stage ([0-9]+) {_NAME} chunk=([0-9]+) device=([0-9]+)((?: [\w-]+)*)")
 _INPUT = re.compile(rf"input {_NAME} -> (\S+)")
-_VALUE = re.compile(rf"v(\d+) {_NAME}: (\d+) -> (\S+)(?: skip (\S+))?(?: host (\S+))?")
-_ITEM = r"(\d+)(?:\.(\d+))?(?:~(\d+))?"
+_VALUE = re.compile(rf"v([0-9]+) {_NAME}: ([0-9]+) -> (\S+)(?: skip (\S+))?(?: host (\S+))?")
+_ITEM = r"([0-9]+)(?:\.([0-9]+))?(?:~([0-9]+))?"
 _TASK = re.compile(
-    rf"%(\d+)\s+(?:(?P<copy>[dr]?v(\d+)\[{_ITEM}\]:(\d+|host)>(\d+|host))|(?P<task>(\d*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
+    rf"%([0-9]+)\s+(?:(?P<copy>[dr]?v([0-9]+)\[{_ITEM}\]:([0-9]+|host)>([0-9]+|host))"
+    rf"|(?P<task>([0-9]*)([FRBIWGU]){_ITEM}))(?P<rest>.*)"
 )
-_BUFFER = re.compile(rf"(dv|dc|rv|hv|fv|v|a|w|c)(\d+)\[{_ITEM}\](?::\d+)?")
+_BUFFER = re.compile(rf"(dv|dc|rv|hv|fv|v|a|w|c)([0-9]+)\[{_ITEM}\](?::[0-9]+)?")
 
 
 def parse_plan(text: str) -> Plan:
@@ -176,7 +177,7 @@ class _Body:
         self.free: dict[tuple[int, str], list[int]] = defaultdict(list)
 
     def read(self, line: str) -> None:
-        if match := re.fullmatch(r"device (\d+)", line):
+        if match := re.fullmatch(r"device ([0-9]+)", line):
             self.device = int(match[1])
             if self.device in self.lanes:
                 raise ValueError("the device has a list already")

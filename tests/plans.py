@@ -116,8 +116,8 @@ def plans(draw: Any, training: bool | None = None, most: int = 6, host: bool = F
     if schedule == "random":
         schedule = any_order(draw(st.integers(0, 1000)), draw(st.booleans()))
     modes = st.sampled_from(["never", "always", "except_last"])
-    recompute = draw(st.one_of(modes, st.dictionaries(st.sampled_from(stages), modes)))
-    update = draw(st.sampled_from([None, "stage", "all"]))
+    recompute = "never" if forward_only else draw(st.one_of(modes, st.dictionaries(st.sampled_from(stages), modes)))
+    update = None if forward_only else draw(st.sampled_from([None, "stage", "all"]))
     early = update == "stage" and draw(st.booleans())
     return pipec.compile(
         net,

@@ -102,3 +102,10 @@ def _unet() -> pipec.Pipeline:
     made = space["unet"]
     assert isinstance(made, pipec.Pipeline)
     return made
+
+
+@pytest.mark.parametrize("names", [",", "1f1b,,zb-v", "1f1b,"])
+def test_compare_wants_a_name_at_every_comma(capsys: pytest.CaptureFixture[str], names: str) -> None:
+    code, out, err = run(capsys, "compare", *CHAIN, "--schedule", names)
+    assert (code, out) == (2, "")
+    assert f"--schedule {names!r} has no name between, before or after its commas" in err

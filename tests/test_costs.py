@@ -64,7 +64,7 @@ def test_with_stages_keeps_the_others() -> None:
     ("make", "message"),
     [
         (lambda: pipec.Costs(forward=-1), "costs: forward must not be negative, got -1"),
-        (lambda: pipec.Costs(latency=float("nan")), "costs: latency must not be negative, got nan"),
+        (lambda: pipec.Costs(latency=float("nan")), "costs: latency must be a number, got nan"),
         (lambda: pipec.Costs(bandwidth=0), "costs: bandwidth must be positive, got 0"),
         (
             lambda: pipec.Costs(stages={"a": {"forwards": 1}}),
@@ -116,3 +116,28 @@ def test_names_that_are_not_there() -> None:
 def test_costs_of_another_type_say_so(make: Any, message: str) -> None:
     with pytest.raises(pipec.SpecError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("wrong", "told"), [
+    ({"forward": 1e308}, r"costs: forward must be at most 1e\+15, got 1e\+308; use a larger unit"),
+    ({"forward": 10**400}, r"costs: forward must be at most 1e\+15, got a number of 401 digits"),
+    ({"stages": {"s0": {"backward_input": 10**400}}}, "costs of stage 's0': backward_input must be at most"),
+    ({"stages": {"s0": {"activation_bytes": 10**400}}}, "costs of stage 's0': activation_bytes must be at most"),
+    ({"values": {"s0": 10**400}}, "costs of value 's0': bytes must be at most"),
+    ({"forward": float("nan")}, "costs: forward must be a number, got nan"),
+    ({"bandwidth": 10**400}, "costs: bandwidth must be between 1e-15 and .*got a number of 401 digits"),
+    ({"bandwidth": 1e-320}, "costs: bandwidth must be between"),
+])
+def test_numbers_that_no_sum_can_hold_are_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(pipec.SpecError, match=told):
+        pipec.Costs(**wrong)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "zb-1p", "dualpipe-v", "v-min", "interleaved-zero-bubble"])
+@pytest.mark.parametrize("costs", [
+    {"forward": 1e15}, {"forward": 1e15, "backward_input": 1e-15}, {"forward": 5e-324},
+    {"forward": 0, "backward_input": 1e15, "latency": 1e15}, {"stages": {"s3": {"forward": 1e15}}},
+])
+def test_the_largest_and_smallest_costs_go_with_every_schedule(schedule: str, costs: dict[str, Any]) -> None:
+    timeline = pipec.compile(pipec.chain(4), 2, 2, schedule, costs=pipec.Costs(**costs)).simulate()
+    assert 0 < timeline.makespan < 1e18

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import models
@@ -288,13 +289,26 @@ def test_result_of_the_reference_and_of_the_runner_are_alike() -> None:
 
 @pytest.mark.parametrize(
     ("count", "message"),
-    [(lambda y: None, "got None"), (lambda y: "a", "got a str"), (lambda y: y, "a tensor of shape"),
-     (lambda y: float("inf"), "positive and finite")],
+    [(lambda y: None, "got None"), (lambda y: "a", "the text 'a'"), (lambda y: y, "a tensor of shape"),
+     (lambda y: float("inf"), "positive and finite"), (lambda y: b"3", "the text b'3'"),
+     (lambda y: torch.ones((), requires_grad=True), "requires a gradient")],
 )
 def test_a_count_that_is_no_number_names_its_loss(count: Any, message: str) -> None:
     net = models.of_modules(nn.Linear(models.WIDTH, models.WIDTH), loss=summed, count=count)
     with models.runner(net, 1) as run, pytest.raises(pipec.RunError, match=f"loss 'loss'.*{message}"):
         run.step(**models.data())
+
+
+def test_a_mean_of_no_rows_is_told_with_the_advice() -> None:
+    rows = torch.arange(8.0, dtype=torch.float64)[:, None]
+    net = weighted(lambda h, y: h[y > 2].mean())
+    for run in (models.runner(net, 2, 4), pipec.reference(net, 4)):
+        with pytest.warns(UserWarning, match=r"'loss' is NaN in microbatch 0 and a number .*count=") as told:
+            run.step(x=rows, y=rows)
+        assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pipec.reference(net, 4).step(x=rows * float("nan"), y=rows + 3).loss.isnan()  # in all of them
 
 
 def summed(out: Tensor, y: Tensor) -> Tensor:

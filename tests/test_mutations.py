@@ -109,7 +109,7 @@ MUTATIONS: list[tuple[str, str, dict[str, Any], Mutation, str]] = [
     (
         "recompute without backward",
         "tasks",
-        {"recompute": "always", "forward_only": True},
+        {"forward_only": True},
         lambda p: set_column(repeat(p, row(p, "0F0")), "kind", len(p), 1),
         "0R0 .* without a backward to recompute for",
     ),

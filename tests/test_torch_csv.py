@@ -291,7 +291,7 @@ def test_pipelines_that_do_not_fit_the_file() -> None:
 def test_files_that_are_no_text(tmp_path) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(b"\xff\xfe0F0")
-    with pytest.raises(pipec.ScheduleError, match=r"schedule 'mine\.csv' is no text"):
+    with pytest.raises(pipec.ScheduleError, match=r"mine\.csv is no text"):
         pipec.torch_csv(path)
     path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n\r\n")
     assert pipec.torch_csv(path).rows == (((0, 0, 0), (2, 0, 0)),)
@@ -328,3 +328,17 @@ def test_what_cannot_be_exported_or_read_on_the_command_line(capsys, tmp_path) -
     assert (code, "row 1, column 2: '0X0' is no task" in error) == (1, True)
     code, _, error = run(capsys, "simulate", "--stages", 4, "--schedule", "none.csv")
     assert (code, error) == (1, "pipec simulate: error: there is no file none.csv\n")
+
+
+def test_a_file_that_cannot_be_read_is_told_in_words(tmp_path) -> None:
+    for path, told in (
+        (tmp_path, "is a folder"), (tmp_path / "nope.csv", "cannot read .*nope.csv: No such file"),
+        (None, "expected the path of a file, got NoneType"), (3, "expected the path of a file, got int"),
+        ("", "is no path"), ("a\0b", "is no path"),
+    ):
+        with pytest.raises(pipec.ScheduleError, match=told):
+            pipec.torch_csv(path)
+    (tmp_path / "bom.csv").write_text("\ufeff" + GOOD, encoding="utf-8")
+    assert pipec.torch_csv(tmp_path / "bom.csv").rows == parse_torch_csv(GOOD).rows
+    with pytest.raises(pipec.ScheduleError, match="is no task"):
+        parse_torch_csv("\u0660F0,0B0")  # a digit, but not of this format

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import pipec
+from pipec.schedules import SCHEDULES
+from pipec.schedules.base import Problem
+from pipec.schedules.played import play
 from pipec.timeline import Timeline
 
 UNIT, NEAR = (1.0, 1.0, 1.0), (1.0, 1.125, 0.875)
@@ -89,3 +96,52 @@ def test_closed_forms_hold_for_many_microbatches(P: int, M: int, durations: tupl
         if P in (4, 8):
             assert line("v-half", 2).bubble_time <= 1.5 * P - 3.5 + 1e-9
             assert line("v-min", 2).bubble_time <= {4: 5.5, 8: 13.5}[P] + 1e-9
+
+
+class Levelled:
+    """The order that a policy makes as if all tasks were equally long."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy, self.placement, self.split = policy, policy.placement, getattr(policy, "split", False)
+        self.chunks = getattr(policy, "chunks", None)
+
+    def order(self, problem: Problem) -> Any:
+        return self.policy.order(evolve(problem, costs=pipec.Costs()))
+
+
+@pytest.mark.parametrize("schedule", ["wave", "interleaved-zero-bubble", "zb-v", "v-half", "v-min", "zb-1p", "zb-2p"])
+def test_knowing_the_costs_never_costs_time(schedule: str) -> None:
+    stages = 4 if schedule in ("zb-1p", "zb-2p") else 8
+    for work, durations, latency, microbatches in product(
+        ([1.0] * 8, STAGES["drawn"]), (NEAR, (1.0, 2.0, 1.0), (1.0, 1.0, 0.3)), (0.0, 0.1), (8, 16)
+    ):
+        costs, net = costs_of(durations, work[:stages], latency), pipec.chain(stages)
+        known, blind = (
+            pipec.compile(net, 4, microbatches, policy, costs=costs).simulate().makespan
+            for policy in (schedule, Levelled(SCHEDULES[schedule]()))
+        )
+        assert known <= blind + 1e-9
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_lists_played_at_costs_take_what_the_simulator_says(data: st.DataObject) -> None:
+    numbers = st.sampled_from([0.0, 0.25, 1.0, 2.0])
+    costs = pipec.Costs(latency=data.draw(numbers), stages={
+        f"s{n}": {name: data.draw(numbers) + 0.1 for name in ("forward", "backward_input", "backward_weight")}
+        for n in range(6)
+    })
+    schedule = data.draw(st.sampled_from(["wave", "zb-v", "interleaved-1f1b", "interleaved-zero-bubble"]))
+    seen: list[Any] = []
+
+    class Seen(Levelled):
+        def order(self, problem: Problem) -> Any:
+            rows = [[*row] for row in super().order(problem)]
+            seen.append(play(problem, rows))
+            assert seen[-1].lists == rows
+            return rows
+
+    plan = pipec.compile(pipec.chain(6), 3, 4, Seen(SCHEDULES[schedule]()), costs=costs)
+    timeline = plan.simulate()
+    assert seen[-1].makespan == pytest.approx(timeline.makespan)
+    assert seen[-1].span == pytest.approx(timeline.span)

@@ -126,6 +126,57 @@ def test_a_deadlock_says_where_every_device_stands():
     )
 
 
+def test_a_deadlock_of_chunks_of_several_stages_names_both():
+    def mine(problem):
+        return [[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 1), B(1, 1), F(1, 0), B(1, 0)]]
+
+    with pytest.raises(pipec.PlanError) as error:
+        pipec.compile(pipec.chain(4), devices=2, microbatches=2, schedule=mine)
+    assert str(error.value) == (
+        "schedule 'mine' deadlocks:\n"
+        "  device 0 stands at 1B0 (chunk task 0B0), which waits for 2B0 (chunk task 1B0, device 1)\n"
+        "  device 1 stands at 2F1 (chunk task 1F1), which waits for 1F1 (chunk task 0F1, device 0)"
+    )
+
+
+def test_policies_that_cannot_be_called_with_a_problem():
+    def two(problem, other):
+        return []
+
+    class Given:
+        def __init__(self, depth):
+            self.depth = depth
+
+        def order(self, problem):
+            return [[]]
+
+    class Wide:
+        def order(self, problem, other):
+            return [[]]
+
+    for policy, told in (
+        (two, r"schedule 'two' is called with one argument, the problem, but takes \(problem, other\)"),
+        (Wide, r"schedule 'Wide' is called with one argument.*but takes \(problem, other\)"),
+        (Given, "schedule 'Given' is a class that takes arguments .*'depth'.*pass an instance"),
+        (dict, "got <class 'dict'>"),
+    ):
+        with pytest.raises(pipec.ScheduleError, match=told):
+            pipec.compile(pipec.chain(2), 2, 2, policy)
+    assert len(pipec.compile(pipec.chain(1), 1, 1, lambda problem, depth=1: [[F(0, 0), B(0, 0)]]))
+
+
+def test_options_that_would_do_nothing_are_refused():
+    for options, told in (
+        ({"chunks": 0}, "chunks must be at least 1 per device, got 0"),
+        ({"forward_only": True, "update": "stage"}, "forward_only=True has no backward, so update='stage' would"),
+        ({"forward_only": True, "recompute": "always"}, "so recompute='always' would do nothing; leave it out"),
+        ({"forward_only": True, "recompute": {"s0": "always"}, "update_early": True}, "leave them out"),
+    ):
+        with pytest.raises(pipec.ScheduleError, match=told):
+            pipec.compile(pipec.chain(4), 2, 2, "interleaved-1f1b", **options)
+    assert not pipec.compile(pipec.chain(4), 2, 2, forward_only=True, recompute={"s0": "never"}).training
+
+
 # Schedules as text.
 
 

@@ -44,7 +44,12 @@ def linearise(draft: Draft) -> Draft:
     ends, reached = clock(lists, start, needs, ticks.tolist())
     ends = ends[leader]
     if len(table) and not ends.all():
-        raise PlanError(deadlock(f"schedule {draft.schedule!r}", table, lists, reached, start, needs, ends))
+        chunk_of = {stage: chunk.index for chunk in draft.chunks for stage in chunk.stages}
+        several = len(chunk_of) > len(draft.chunks)
+        raise PlanError(deadlock(
+            f"schedule {draft.schedule!r}", table, lists, reached, start, needs, ends,
+            chunk_of=chunk_of if several else None,
+        ))
     if draft.rule is None:
         return evolve(draft, table=_numbered(table.take(np.lexsort((table.device, ends)))))
     step, level = _steps(draft, leader, lists, ends, start, needs)
@@ -91,8 +96,21 @@ def _numbered(table: Table) -> Table:
 def deadlock(
     what: str, table: Table, lists: list[list[int]], reached: list[int], start: Column, needs: Column,
     ends: Column | np.ndarray[tuple[int], np.dtype[np.int64]], names: list[str] | None = None,
+    chunk_of: dict[int, int] | None = None,
 ) -> str:
-    """The story of a deadlock: where every queue stands and what it waits for."""
+    """The story of a deadlock: where every queue stands and what it waits for.
+
+    ``chunk_of``: the chunk of each stage, for tasks that were written in chunks of several stages.
+    """
+    def written(row: int) -> str:
+        if chunk_of is None:
+            return ""
+        own = _members(table, row)
+        text = "&".join(
+            str(evolve(task, stage=chunk_of[task.stage])) for task in (table.task(int(i)) for i in own)
+        )
+        return f"chunk task {text}"
+
     lines = [f"{what} deadlocks:"]
     for number, (queue, at) in enumerate(zip(lists, reached, strict=True)):
         name = names[number] if names else f"device {number}"
@@ -102,13 +120,20 @@ def deadlock(
             continue
         task = queue[at]
         missing = [int(n) for n in needs[start[task] : start[task + 1]] if not ends[n]]
-        told = ", ".join(f"{_name(table, n)} (device {table.device[n]})" for n in missing)
+        told = ", ".join(
+            f"{_name(table, n)} ({', '.join(filter(None, [written(n), f'device {table.device[n]}']))})" for n in missing
+        )
         told = told or "its turn on the other lane"
-        lines.append(f"  {name} stands at {_name(table, task)}, which waits for {told}")
+        here = f" ({written(task)})" if chunk_of else ""
+        lines.append(f"  {name} stands at {_name(table, task)}{here}, which waits for {told}")
     return "\n".join(lines)
 
 
 def _name(table: Table, row: int) -> str:
     """A task as it prints, with those of its overlap group: ``0F3&3B1``."""
-    own = np.flatnonzero(table.group == table.group[row]) if table.group[row] else [row]
-    return "&".join(str(table.task(int(i))) for i in own)
+    return "&".join(str(table.task(int(i))) for i in _members(table, row))
+
+
+def _members(table: Table, row: int) -> Rows:
+    """A task and those of its overlap group."""
+    return np.flatnonzero(table.group == table.group[row]) if table.group[row] else np.asarray([row])

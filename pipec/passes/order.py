@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections import Counter
 from collections.abc import Iterable
@@ -45,6 +46,7 @@ def order(graph: Graph, problem: Problem, policy: Policy, training: bool = True)
     name = policy_name(policy)
     rule = rule_given(policy, name) if training and is_asynchronous(policy) else None
     make: Any = getattr(policy, "order", policy)
+    check_asked(make, problem, name)
     given, groups = without_groups(read_rows(make(problem), name), name)
     rows = check_order(problem, given, name, is_asynchronous(policy))
     if not training:
@@ -81,6 +83,21 @@ def rule_given(policy: Any, name: str) -> Rule:
         raise ScheduleError(f"schedule {name!r}: the weight rule {type(rule).__name__} needs a class attribute name, "
                             "a word by which plans know it")
     return rule
+
+
+def check_asked(make: Any, problem: Problem, name: str) -> None:
+    """Raise ScheduleError when a policy cannot be called with the problem alone."""
+    try:
+        asked = inspect.signature(make)
+    except (TypeError, ValueError):  # Python does not know its arguments
+        return
+    try:
+        asked.bind(problem)
+    except TypeError as error:
+        raise ScheduleError(
+            f"schedule {name!r} is called with one argument, the problem, but takes {asked}: {error}; give the others "
+            "defaults, or functools.partial"
+        ) from None
 
 
 def read_rows(answer: Any, name: str) -> list[list[Any]]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.errors import RunError, note
+from pipec.errors import Location, RunError, caller, note
 from pipec.ir import Kind, Plan
 from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sequence_length, sizes, split
 from pipec.runtime.borders import Gradient, Parcel, add
 from pipec.runtime.buffers import Mark
 from pipec.runtime.gradients import Accumulator
+from pipec.runtime.means import on_host
 from pipec.runtime.randomness import Randomness
 from pipec.runtime.result import Result
 from pipec.runtime.stages import brief
@@ -74,6 +76,13 @@ class Batch:
             except BaseException as error:
                 note(error, f"pipec: raised in count of loss {loss.name!r}, before any task")
                 raise
+            if isinstance(given, str | bytes):
+                raise RunError(f"loss {loss.name!r}: count must give one number, got the text {given!r}")
+            if isinstance(given, Tensor) and given.requires_grad:
+                raise RunError(
+                    f"loss {loss.name!r}: count gave a tensor that requires a gradient, but the loss is divided by a "
+                    "plain number; count rows or tokens, or detach it"
+                )
             try:
                 total = float(given)
             except (TypeError, ValueError, RuntimeError):
@@ -283,12 +292,28 @@ def joined_result(batch: Batch, outputs: list[list[Any]], losses: list[list[Any]
     totals = {}
     for index, loss in enumerate(batch.spec.losses):
         if index in batch.wanted_losses:
-            totals[loss.name] = total_loss(losses[index], batch.weights[index])
+            totals[loss.name] = total = total_loss(losses[index], batch.weights[index])
+            averaged = loss.reduction == "mean" and loss.count is None
+            if averaged and isinstance(total, Tensor) and on_host(total) and total != total:
+                tell_undefined(loss.name, losses[index])
     joined = {
         out.name: joined_output(out, values, batch.slices)
         for out, values in zip(batch.spec.outputs, outputs, strict=True)
     }
     return Result(totals, joined, batch.microbatches, slices=batch.slices)
+
+
+def tell_undefined(name: str, values: Sequence[Tensor]) -> None:
+    """Warn when a mean is NaN for some microbatches only, as that of no rows is."""
+    undefined = [m for m, value in enumerate(values) if value != value]
+    if len(undefined) < len(values):
+        some = ", ".join(map(str, undefined[:4])) + (" ..." if len(undefined) > 4 else "")
+        where = caller() or Location("pipec", 0)
+        warnings.warn_explicit(
+            f"loss {name!r} is NaN in microbatch {some} and a number in the others. A mean over some rows only (behind "
+            "a mask, say) is NaN where a microbatch has none of them, and is no mean of the minibatch elsewhere; "
+            "declare it as a sum with count=, see docs/contracts.md", UserWarning, where.file, where.line,
+        )
 
 
 def total_loss(values: Sequence[Any], weights: Sequence[float]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,18 @@ def list_schedules() -> ScheduleTable:
     return table_of(SCHEDULES, ALIASES)
 
 
+def made(policy: type) -> Any:
+    """An instance of a policy's class; ScheduleError when it takes arguments."""
+    try:
+        inspect.signature(policy).bind()
+    except TypeError as error:
+        raise ScheduleError(f"schedule {policy.__name__!r} is a class that takes arguments ({error}); pass an instance "
+                            "of it") from None
+    except ValueError:  # Python does not know its arguments
+        pass
+    return policy()
+
+
 def find_schedule(schedule: Any) -> Policy:
     """A policy from a name, an object with ``order(problem)``, or a function of a problem.
 
@@ -100,8 +113,9 @@ def find_schedule(schedule: Any) -> Policy:
             )
         return SCHEDULES[schedule]()
     if isinstance(schedule, type):
-        return find_schedule(schedule())
-    if callable(getattr(schedule, "order", None)) or callable(schedule):
+        if hasattr(schedule, "order") or "__call__" in dir(schedule):
+            return find_schedule(made(schedule))
+    elif callable(getattr(schedule, "order", None)) or callable(schedule):
         return schedule  # type: ignore[no-any-return]
     raise ScheduleError(
         f"a schedule is a name, a function of a problem, or an object with a method order(problem), got {schedule!r}"

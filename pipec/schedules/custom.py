@@ -11,7 +11,7 @@ from pipec.errors import ScheduleError
 from pipec.ir import LETTERS
 from pipec.schedules.base import Op, Order, Overlap, Problem, op_name
 
-_TOKEN = re.compile(r"(\d+)([FBIW])(\d+)(?:\.(\d+))?")
+_TOKEN = re.compile(r"([0-9]+)([FBIW])([0-9]+)(?:\.([0-9]+))?")
 
 
 @frozen

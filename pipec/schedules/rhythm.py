@@ -22,6 +22,7 @@ from pipec.ir import Chunk
 from pipec.schedules.base import Op, Problem
 from pipec.schedules.greedy import Keep, Outcome, Ranks, Rules, run
 from pipec.schedules.limits import chunk_caps
+from pipec.schedules.played import play
 
 REHEARSED = 20_000  # tasks from which on the rhythm is chosen on a smaller pipeline of the same kind
 SMALL_DEVICES, SMALL_MICROBATCHES = 8, 32
@@ -106,15 +107,16 @@ def laps_of(problem: Problem) -> list[int]:
 def best_order(problem: Problem, shares: float, rhythms: tuple[Rhythm, ...], split: bool = True) -> list[list[Op]]:
     """The lists of the rhythm that ends first with at most ``shares`` activations per device.
 
-    Ties go to the smaller span, then to the earlier rhythm. On large problems the rhythm is chosen on fewer devices
-    and microbatches.
+    Every rhythm is run under the true costs and as if F = B = W = 1: a device that takes what is ready first may gain
+    a moment and lose the rhythm. Ties go to the smaller span, then to true costs, then to the earlier rhythm. On large
+    problems the choice is made on fewer devices and microbatches.
     """
     caps = chunk_caps(problem, shares)
     if len(problem.chunks) * problem.microbatches * 3 <= REHEARSED:
         return _ranked(problem, caps, rhythms, split)[0][1].lists
     small, small_caps = rehearsal(problem, caps)
-    for rhythm, _ in _ranked(small, small_caps, rhythms, split):
-        outcome = run(problem, caps, rules(problem, rhythm, split))
+    for (rhythm, level), _ in _ranked(small, small_caps, rhythms, split):
+        outcome = run(levelled(problem) if level else problem, caps, rules(problem, rhythm, split))
         if outcome is not None:
             return outcome.lists
     raise ScheduleError(f"no order was found that holds {shares:g} activations per device; allow more")  # SAFE ends
@@ -122,11 +124,24 @@ def best_order(problem: Problem, shares: float, rhythms: tuple[Rhythm, ...], spl
 
 def _ranked(
     problem: Problem, caps: list[int], rhythms: tuple[Rhythm, ...], split: bool
-) -> list[tuple[Rhythm, Outcome]]:
-    """Every rhythm that comes to an end, the best first."""
-    tried = ((rhythm, run(problem, caps, rules(problem, rhythm, split))) for rhythm in (*rhythms, SAFE))
-    made = [(rhythm, outcome) for rhythm, outcome in tried if outcome is not None]
+) -> list[tuple[tuple[Rhythm, bool], Outcome]]:
+    """Every rhythm that comes to an end, and whether it ran as if F = B = W = 1, the best first."""
+    made = []
+    for level in (False, True):
+        tried = levelled(problem) if level else problem
+        if level and tried == problem:
+            continue
+        for rhythm in (*rhythms, SAFE):
+            outcome = run(tried, caps, rules(problem, rhythm, split))
+            if outcome is not None:
+                made.append(((rhythm, level), play(problem, outcome.lists) if level else outcome))
     return sorted(made, key=lambda pair: (round(pair[1].makespan, 9), round(pair[1].span, 9)))
+
+
+def levelled(problem: Problem) -> Problem:
+    """The problem with equal stages, F = B = W and nothing for hand-overs."""
+    costs = evolve(problem.costs, forward=1.0, backward_input=1.0, backward_weight=1.0, latency=0.0, stages={})
+    return evolve(problem, costs=costs)
 
 
 def rehearsal(problem: Problem, caps: list[int]) -> tuple[Problem, list[int]]:

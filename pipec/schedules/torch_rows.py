@@ -19,15 +19,16 @@ from attrs import field, frozen
 from pipec.errors import Problem as Fault
 from pipec.errors import ScheduleError, raise_all
 from pipec.ir import LETTERS, Kind
+from pipec.paths import read_text
 from pipec.schedules.base import Op, Order, Overlap, Problem, op_name, overlap
 
 FORMAT = "PyTorch's pipelining CSV: a row per rank, cells such as 1F0, 3B1, 2I3, 2W3 or empty, no header"
 OVERLAP = "OVERLAP_F_B"
 MOST = 24  # problems shown in one error
 
-_TASK = re.compile(r"(\d{1,8})([FBIW])(\d{1,8})")
+_TASK = re.compile(r"([0-9]{1,8})([FBIW])([0-9]{1,8})")
 _FUSED = re.compile(rf"\(([^()]*)\){OVERLAP}")
-_COMMUNICATION = re.compile(r"\d+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_COMMUNICATION = re.compile(r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 
 
 class Cell(NamedTuple):
@@ -96,15 +97,11 @@ def torch_csv(path: str | Path) -> TorchSchedule:
     For example ``pipec.compile(net, schedule=pipec.torch_csv("order.csv"))``: ranks become devices, its stages chunks.
 
     Raises:
-        ScheduleError: listing every cell that cannot be read, by row and column, and every task that is missing,
-            repeated, out of order or on a second rank.
+        ScheduleError: the file cannot be read; or listing every cell that cannot be, by row and column, and every task
+            that is missing, repeated, out of order or on a second rank.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"schedule {path.name!r} is no text: {error}") from None
-    return parse_torch_csv(text, path.name)
+    text = read_text(path, ScheduleError)
+    return parse_torch_csv(text.removeprefix("\ufeff"), Path(path).name)
 
 
 def parse_torch_csv(text: str, name: str = "torch-csv") -> TorchSchedule:
