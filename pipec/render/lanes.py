@@ -72,6 +72,12 @@ class Tasks:
             return shade(task.kind, 0, 1)
         return shade(task.kind, self.chunk_of.get(task.stage, 0), self.chunks)
 
+    def item(self, task: Task) -> str:
+        """The microbatch of a task; with its slice, the first one too, where microbatches are cut into slices."""
+        if self.timeline.plan.slices == 1 or task.kind in (Kind.UPDATE, Kind.REDUCE):
+            return task.item
+        return f"{task.microbatch}.{task.slice}"
+
     def stage_name(self, task: Task) -> str:
         return "all stages" if task.stage < 0 else shorten(self.timeline.plan.graph.stages[task.stage].name)
 
@@ -81,7 +87,7 @@ class Tasks:
         start, end = float(timeline.start[index]), float(timeline.end[index])
         unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
         what = f"{task}: {WORDS[task.kind]} of {self.stage_name(task)}"
-        what += f", microbatch {task.item}" if task.kind is not Kind.UPDATE else ""
+        what += f", microbatch {self.item(task)}" if task.kind is not Kind.UPDATE else ""
         rows = [what, f"{start:.6g} to {end:.6g}{unit} ({end - start:.4g})"]
         if self.versions:
             makes = f"replaces weight version {task.version} by {task.version + 1}"
@@ -128,7 +134,10 @@ def task_boxes(
     lane: dict[int, float],
     height: float,
 ) -> Iterator[Item]:
-    """A box per task; those on the critical path last, so that no neighbour covers their outline."""
+    """A box per task; those on the critical path last, so that no neighbour covers their outline.
+
+    Tasks that run as one are outlined together, see :func:`group_frames`.
+    """
     sizes = label_sizes(tasks, view, scale)
     late: list[Item] = []
     for device, top in lane.items():
@@ -143,7 +152,7 @@ def task_boxes(
 
 
 def group_frames(tasks: Tasks, view: View, x: To, lane: dict[int, float], height: float) -> Iterator[Line]:
-    """A frame around the boxes of tasks that run as one."""
+    """A frame around the boxes of tasks that run as one, in the critical path's colour where one of them is on it."""
     timeline, numbers = tasks.timeline, tasks.timeline.plan.table.group
     for device, top in lane.items():
         ids = view.shown[device][numbers[view.shown[device]] > 0]
@@ -152,7 +161,11 @@ def group_frames(tasks: Tasks, view: View, x: To, lane: dict[int, float], height
             left, right = x(float(timeline.start[own].min())), x(float(timeline.end[own].max()))
             up, down = top - 2.0, top + height + 2.0
             corners = ((left, up), (right, up), (right, down), (left, down), (left, up))
-            yield Line(corners, INK, 1.1, id=f"{tasks.prefix}group-{number}", css="group")
+            name = f"{tasks.prefix}group-{number}"
+            if tasks.critical.isdisjoint(own.tolist()):
+                yield Line(corners, INK, 1.1, id=name, css="group")
+            else:
+                yield Line(corners, CRITICAL, 1.8, id=name, css="group critical")
 
 
 def _others(view: View, device: int, x: To, top: float, height: float) -> Iterator[Item]:
@@ -188,17 +201,18 @@ def _task_box(
         width = SLIVER
     fill = tasks.colour(task)
     critical = index in tasks.critical
+    framed = critical and not task.group
     label, small, size = _label(tasks, task, width, height, sizes[task.kind])
     css = f"task {WORDS[task.kind].replace(', ', '-')} device-{task.device}"
     css += f" chunk-{tasks.chunk_of.get(task.stage, 0)}"
-    pen = (1.8 if width > 6 else 0.9) if critical else (0.5 if width > 4 else 0.25)
+    pen = (1.8 if width > 6 else 0.9) if framed else (0.5 if width > 4 else 0.25)
     return Box(
         left,
         top,
         width,
         height,
         fill,
-        CRITICAL if critical else mix(fill, "#000000", 0.5),
+        CRITICAL if framed else mix(fill, "#000000", 0.5),
         0.0 if slim else pen,
         label,
         small,
@@ -220,9 +234,9 @@ def _label(tasks: Tasks, task: Task, width: float, height: float, usual: float) 
     version = f"w{task.version}" if tasks.versions else ""
     for small in (version, "") if version else ("",):
         for size in [s for s in SIZES if s <= usual] if usual else (8.0,):
-            wide = max(text_width(task.item, size), text_width(small, size * 0.7))
+            wide = max(text_width(tasks.item(task), size), text_width(small, size * 0.7))
             if wide <= width - 2.5 and size * (2.1 if small else 1.2) <= height - 2:
-                return task.item, small, size
+                return tasks.item(task), small, size
     return "", "", 0.0
 
 
@@ -239,7 +253,7 @@ def copy_lane(tasks: Tasks, device: int, x: To, view: View, top: float, height: 
             fill = mix(HUES[Kind.COPY], "#000000" if task.gradient else "#FFFFFF", 0.2)
             width = max(x(end) - x(start), SLIVER)
             critical = index in tasks.critical
-            label = task.item if text_width(task.item, 7) <= width - 2 else ""
+            label = tasks.item(task) if text_width(tasks.item(task), 7) <= width - 2 else ""
             yield Box(
                 x(start),
                 y,
@@ -263,7 +277,7 @@ def copy_tooltip(tasks: Tasks, task: Task, index: int) -> tuple[str, ...]:
     value = shorten(timeline.plan.graph.values[task.value].name)
     what = f"gradient of {value}" if task.gradient else value
     return (
-        f"{task}: copy of {what}, microbatch {task.item}",
+        f"{task}: copy of {what}, microbatch {tasks.item(task)}",
         ("host memory" if task.host == "from" else f"device {task.device}") + " to "
         + ("host memory" if task.host == "to" else f"device {task.peer}"),
         f"{timeline.start[index]:.6g} to {timeline.end[index]:.6g}",

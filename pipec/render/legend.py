@@ -41,6 +41,8 @@ def legend_items(
         entries.append(([("#FFFFFF", STEP, 1.4)], "end of a step", "step"))
         if any(t.versions for t in all_tasks):
             entries.append(([], "w2: reads weight version 2", "version"))
+    if any(t.timeline.plan.slices > 1 for t in all_tasks):
+        entries.append(([], "3.1: slice 1 of microbatch 3", "slice"))
     if any(t.others_shown for t in all_tasks):
         entries.append(([(OTHER, OTHER, 0.5)], "other microbatches", "others"))
     entries.append(([(LANE, LANE, 0.5)], "bubble", "bubble"))

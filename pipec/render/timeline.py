@@ -161,17 +161,20 @@ def summary(timeline: Timeline) -> str:
     if timeline.plan.asynchronous:
         parts = [f"period {timeline.period:.5g}{unit}", f"bubble of a period {timeline.bubble:.1%}"]
     if len(timeline.plan.buffers):
-        shares = timeline.peak_share
-        device = int(np.argmax(shares))
-        peak = f"peak {shares[device]:.3g} activations (device {device})"
-        if timeline.peak_bytes is not None:
-            most = int(np.argmax(timeline.peak_bytes))
-            peak = f"peak {show_bytes(timeline.peak_bytes[most])} (device {most})"
-        parts.append(peak)
+        sizes = timeline.peak_bytes
+        peak = f"{max(timeline.peak_share):.3g} activations" if sizes is None else show_bytes(max(sizes))
+        parts.append(f"peak {peak} {_where(timeline.peak_share if sizes is None else sizes)}")
     if timeline.copies:
         size = "" if timeline.copy_bytes is None else f" of {show_bytes(timeline.copy_bytes)}"
         parts.append(f"{timeline.copies:,} copies{size}")
     return " · ".join(parts)
+
+
+def _where(peaks: Sequence[float]) -> str:
+    """The device with the largest peak, or that all have it."""
+    if len(peaks) > 1 and max(peaks) - min(peaks) <= 1e-9 * max(peaks):
+        return "on every device"
+    return f"(device {int(np.argmax(peaks))})"
 
 
 def _summary_left(title: str, left: float) -> float:
@@ -189,6 +192,8 @@ def _headline(timelines: Sequence[Timeline], views: Sequence[View], several: boo
     if len({p.minibatch for p in plans}) == 1:
         each = " a minibatch" if any(p.asynchronous for p in plans) else ""
         parts.append(f"{plan.minibatch} microbatch{'es' * (plan.minibatch > 1)}{each}")
+    if plan.slices > 1 and len({p.slices for p in plans}) == 1:
+        parts.append(f"{plan.slices} slices")
     if plan.asynchronous and not several:
         parts.append(f"weights {shorten(plan.weights)}")
     if plan.recompute != "never" and not several:
