@@ -38,7 +38,7 @@ class StageCosts:
     reduce: float | None = None
 
 
-MOST = 1e15  # of any cost: beyond it a float no longer tells a task of length 1 from none
+MOST = 2.0**53  # of any cost: beyond it a float no longer tells a whole number from the next
 
 DURATIONS = ("forward", "backward_input", "backward_weight", "recompute", "update", "latency", "host_latency")
 
