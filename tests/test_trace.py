@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plans import plans, unet
@@ -296,7 +295,7 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         ([good], {"names": ["a", "b"]}, "names: expected a list of 1"),
         ([good], {"names": "a"}, "names: expected a list of 1"),
         ([good], {"unit": "fortnight"}, "unit='fortnight': expected one of ns, us"),
-        ([evolve(good, end=good.end + np.inf)], {}, "a task that never ends"),
+        ([Timeline(plan, Costs(), good.start, good.end + np.inf, good.cause)], {}, "a task that never ends"),
         ([plan.simulate(Costs(1e15, unit="s"))], {}, "smaller unit"),
     ]:
         with pytest.raises(pipec.RenderError, match=message):
