@@ -126,7 +126,7 @@ def test_balance_is_optimal(weights: list[int], data: st.DataObject) -> None:
         (
             {"placement": "v"},
             "pipeline 'chain' has 3 stages, too few for 2 devices with 2 chunks each, which need 4; compile "
-            "for at most 1 devices or declare more stages",
+            "for at most 1 device or declare more stages",
         ),
         ({"placement": "looped", "chunks": -1}, "chunks must be at least 1 per device, got -1"),
         ({"placement": "linear", "chunks": 2}, "placement 'linear' has 1 chunks per device, but chunks=2"),

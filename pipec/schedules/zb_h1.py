@@ -9,8 +9,8 @@ ZB-H1 warms up as 1F1B does and holds P activations on every device: bubble (P-1
 ZB-H2 warms up with 2(P-s) - 1 forwards on device s and holds 2P - 1: every device is busy from its first task to
 its last, so a device's span has a bubble of (P-1)(F+B-2W) only, which is zero when F, B and W are equal.
 
-Both forms hold for M >= P with F, B and W near each other. With another F : B : W, unequal stages or hand-overs
-the lists stay right but fixed; ``zb-1p`` and ``zb-2p`` look at the costs.
+ZB-H1's form holds for M >= P and ZB-H2's for M >= 2P - 1, with F, B and W near each other. With another F : B : W,
+unequal stages or hand-overs the lists stay right but fixed; ``zb-1p`` and ``zb-2p`` look at the costs.
 """
 
 from __future__ import annotations
