@@ -103,10 +103,6 @@ class Overlapping:
         Raises:
             RunError: listing what asynchronous plans cannot do.
         """
-        for option, given, kind in (("rescheduling", self._rescheduling, Rescheduling),
-                                    ("delay", self._delay, TruncatedExponential)):
-            if given is not None and not isinstance(given, kind):
-                raise RunError(f"{option}= takes a pipec.{kind.__name__}, got {given!r}")
         if not plan.asynchronous:
             return None
         raise_all(f"asynchronous schedule {plan.schedule!r}", refusals(self), RunError)
