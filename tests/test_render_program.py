@@ -124,7 +124,7 @@ def test_formats_and_paths(plan: pipec.Plan, tmp_path: Path) -> None:
     with pytest.raises(pipec.RenderError, match="there is no folder"):
         plan.draw(tmp_path / "no" / "p.svg")
     (tmp_path / "folder.dot").mkdir()
-    with pytest.raises(pipec.RenderError, match="cannot write"):
+    with pytest.raises(pipec.RenderError, match="is a folder; name a file in it"):
         plan.draw(tmp_path / "folder.dot")
 
 

@@ -324,8 +324,7 @@ def test_wrong_declarations() -> None:
     for told in (
         "input 'x': split and slice_dim are both 1; one is cut into microbatches, the other into slices of a sequence",
         "input 'y': slice_dim must be a dimension or None, got 'time'",
-        "stage 'a': Linear(input: torch.Tensor) -> torch.Tensor cannot be called so: got an unexpected keyword "
-        "argument 'carry'",
+        "stage 'a': Linear(input: torch.Tensor) -> torch.Tensor cannot be called so: it has no argument 'carry'",
         "stage 'b': carry is True or False, got Value y; what a stage carries on comes from the stage itself",
         "output b: slice_dim must be a dimension or None, got 1.5",
     ):
