@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong first: each is told in the user's own words, before anything runs."""
+"""What a new user gets wrong first: each is told in the user's own words, before anything runs."""
 
 from __future__ import annotations
 
@@ -237,3 +237,12 @@ def test_a_keyword_with_a_typo_is_named() -> None:
     other = pipec.Pipeline("net")
     other.output(other.stage("up", other.input("x"), Up()))
     assert "got Up Up(" not in told(pipec.SpecError, lambda: other.spec)
+
+
+def test_a_plan_for_a_pipeline_of_another_name_says_so() -> None:
+    other = pipec.Pipeline("other")
+    x, y = other.input("x"), other.input("y")
+    body = other.stage("body", nn.Linear(4, 4), x)
+    other.loss("mse", F.mse_loss, other.stage("head", nn.Linear(4, 4), body), y)
+    message = told(pipec.RunError, lambda: pipec.Runner(other, pipec.compile(net(), 2, 2)))
+    assert "it is named 'other', the plan is for 'net'; compile this pipeline again" in message

@@ -102,7 +102,7 @@ def asynchronous_plan(schedule: Any, devices: int = DEVICES) -> pipec.Plan:
     )
 
 
-# What a newcomer should know of each schedule; one that is missing here shows its own description.
+# What a reader should know of each schedule; one that is missing here shows its own description.
 WORDS = {
     "gpipe": (
         "All forwards run first, then all backwards. Simple, but every device keeps the activations of all "

@@ -71,4 +71,6 @@ def _difference(mine: Any, theirs: Any) -> str:
         return f"its stages are {', '.join(own)}, the plan's are {', '.join(other)}"
     if [v.name for v in mine.values] != [v.name for v in theirs.values]:
         return f"it carries {[v.name for v in mine.values]}, the plan carries {[v.name for v in theirs.values]}"
+    if mine.name != theirs.name:
+        return f"it is named {mine.name!r}, the plan is for {theirs.name!r}"
     return "its edges, losses or buffers differ from the plan's"
