@@ -10,4 +10,8 @@ here=$(cd "$(dirname "$0")" && pwd) || exit 1
 PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
 CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8} # deterministic products of matrices
 export PYTHONPATH CUBLAS_WORKSPACE_CONFIG
+if ! "${PYTHON:-python3}" -c 'import torch, attrs, numpy' 2> /dev/null; then
+  echo "gpu_check: ${PYTHON:-python3} lacks torch, attrs or numpy; name another: PYTHON=/path/to/python $0" >&2
+  exit 2
+fi
 exec "${PYTHON:-python3}" "$here/gpu_check.py" "$@"
