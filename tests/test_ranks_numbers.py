@@ -197,6 +197,28 @@ def test_inputs_may_be_left_out_where_nobody_reads_them(crew4: Any) -> None:
     assert crew4(unread) == [(True, []), (True, ["middle"]), (True, []), (True, ["d"])]
 
 
+def read_last(rank: int, schedule: str) -> list[str]:
+    """Rank 3 reads a value of each microbatch only after all of them passed it for the first time."""
+    def build() -> pipec.Pipeline:
+        torch.manual_seed(3)
+        net = pipec.Pipeline("read last")
+        x, y = net.input("x"), net.input("y")
+        h = first = net.stage("s0", nn.Linear(WIDTH, WIDTH), x)
+        for number in range(1, 7):
+            h = net.stage(f"s{number}", nn.Linear(WIDTH, WIDTH), h)
+        net.output(net.stage("s7", lambda a, b: a + b, h, pipec.skip(first)))
+        net.loss("mse", F.mse_loss, net.stage("end", nn.Linear(WIDTH, WIDTH), h), y)
+        return net
+
+    how = {"devices": 4, "schedule": schedule, "placement": [0, 1, 2, 3, 0, 1, 2, 3, 3]}
+    return differences(build, how, [data(24), data(24, 1)], 24, evaluate=True)
+
+
+def test_a_rank_that_reads_late_holds_nobody_up(crew4: Any) -> None:
+    """More messages wait for it than a sender has under way at once."""
+    assert crew4(read_last, "gpipe") == [[]] * 4
+
+
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,7 @@ from pipec.spec import Graph
 
 AHEAD = 2  # receives posted per sender beyond what has arrived
 PENDING = 8  # sends that may be under way to a reader that never sends anything back
+LAST = 1 << 62  # beyond every task
 EXPECTED, FOLLOWING = 0, 1  # tags of a message's expected content, and of what follows when it is another one
 SAME, CHANGED, FAILED = 0, 1, 2
 HEADER = struct.Struct("4q")  # status, bytes that follow, task, how many of the other direction have arrived
@@ -86,6 +87,7 @@ class Sending:
     number: int  # of the message on its link
     work: Any
     envelope: Envelope | None  # free again when it has ended
+    posted: bool = True  # its reader makes room for it without having looked at it
 
 
 @define(eq=False)
@@ -123,6 +125,7 @@ class RankChannels:
         self._out = {peer: Link(peer, messages) for peer, messages in outgoing.items()}
         self._frames, self._rows = frames, rows
         self._envelopes: dict[Frame, list[Envelope]] = {}  # those that no send is using
+        self._soonest = -1  # the first task whose message this rank has made no room for
         self.learned: dict[Key, Frame] = {}
         self._timeout = timedelta(seconds=timeout)
         self.stopped = False
@@ -140,13 +143,28 @@ class RankChannels:
 
     # -- receiving ------------------------------------------------------------------------------------------
 
-    def _post(self, link: Link) -> None:
-        while len(link.posted) < AHEAD and link.at + len(link.posted) < len(link.messages):
+    def _post(self, link: Link, count: int = AHEAD) -> None:
+        while len(link.posted) < count and link.at + len(link.posted) < len(link.messages):
             message = link.messages[link.at + len(link.posted)]
             frame = self._frames.get(self._key(message))
             buffers = self._room(frame)
             works = [self._group.recv([buffer], link.peer, EXPECTED) for buffer in buffers]
             link.posted.append(Posted(message, frame, buffers, works))
+        self._soonest = min((link.messages[place].op.task for link in self._in.values()
+                             if (place := link.at + len(link.posted)) < len(link.messages)), default=LAST)
+
+    def _keep_up(self, task: int) -> None:
+        """Make room for all that comes before ``task`` in the plan's order.
+
+        Done before this rank waits for the message of ``task``. So whoever waits, for a message or for room for one,
+        waits for a rank that itself waits for an earlier one at most, and the first of all can go on: no rank waits
+        for ever, whatever the others read last.
+        """
+        for link in self._in.values():
+            count = len(link.posted)
+            while link.at + count < len(link.messages) and link.messages[link.at + count].op.task < task:
+                count += 1
+            self._post(link, count)
 
     def _room(self, frame: Frame | None) -> list[Tensor]:
         """Empty buffers for a message: one with its header in front, or header and tensors apart."""
@@ -209,6 +227,8 @@ class RankChannels:
     def _wait(self, works: Sequence[Any], link: Link, message: Message) -> None:
         if self.broken is not None:
             raise self.broken
+        if self._soonest < message.op.task:
+            self._keep_up(message.op.task)
         try:
             for work in works:
                 work.wait(self._timeout)
@@ -296,8 +316,9 @@ class RankChannels:
         HEADER.pack_into(memory, 0, status, length, message.op.task, known)
 
     def _send(self, link: Link, buffer: Tensor, tag: int, envelope: Envelope | None = None) -> None:
-        link.sending.append(Sending(link.at, self._group.send([buffer], link.peer, tag), envelope))
-        while link.at - link.sending[0].number >= PENDING:
+        posted = tag == EXPECTED
+        link.sending.append(Sending(link.at, self._group.send([buffer], link.peer, tag), envelope, posted))
+        while link.sending[0].posted and link.at - link.sending[0].number >= PENDING:
             self._sent(link)
 
     def _acknowledged(self, peer: int, known: int) -> None:
