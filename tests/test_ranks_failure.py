@@ -206,7 +206,7 @@ def test_calls_that_differ_between_ranks(crew2: Any) -> None:
     assert first[1] == second[1]
     assert "8 on rank 0, 6 on rank 1" in first[1]
     assert first[2] == second[2]
-    assert "rank 0 is in evaluate(), rank 1 in step()" in first[2]
+    assert "rank 0 is in evaluate() before step 0, rank 1 in step 0" in first[2]
     assert "input 'x' requires a gradient" in first[3] + second[3]
 
 
@@ -234,6 +234,31 @@ def test_a_failing_update_is_told_to_all(crew2: Any) -> None:
     assert "rank 1 failed: ValueError: no step today" in first[1]
     assert "1U0" in first[1]
     assert "may have been updated" in first[1]
+
+
+def skipped(rank: int, evaluate: bool) -> list[str]:
+    """Rank 1 leaves out a batch: its next one would be paired with the one before it on rank 0."""
+    net = chain(2)
+    found = []
+    with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
+        run.step(**data(8))
+        for seed in ((1, 2), (2, 3))[rank]:
+            try:
+                (run.evaluate if evaluate else run.step)(**data(8, seed))
+            except pipec.RankError as error:
+                found.append(str(error))
+        run.step(**data(8, 4))
+        mine = data(8, 5)
+        run.step(**{"xy"[rank]: mine["xy"[rank]]})  # only what its stage reads
+    return found
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_a_rank_that_skips_a_batch_is_told(evaluate: bool, crew2: Any) -> None:
+    for found in crew2(skipped, evaluate):
+        where = "evaluate() before step 1" if evaluate else "step 1"
+        told = f"input 'x' is not the same on ranks 0 and 1 (rank 0 in {where}, rank 1 in {where}); all ranks of a"
+        assert [text.startswith(told) for text in found] == [True, True]
 
 
 # -- ranks that do not run the same plan ----------------------------------------------------------------------------

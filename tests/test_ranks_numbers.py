@@ -26,7 +26,7 @@ def differences(
 ) -> list[str]:
     """Run a pipeline here as one rank, and the reference beside it; what differs in this rank's part."""
     net, plain = build(), build()
-    loop: Reference = pipec.reference(plain, microbatches)
+    loop: Reference = pipec.reference(plain, microbatches, slices=how.get("slices", 1))
     plan = pipec.compile(net, microbatches=microbatches, **how)
     mine, theirs = [_parameters(n) for n in (net, plain)]
     optimizer: Any = {None: None, "stage": sgd, "all": sgd(mine)}[plan.update]

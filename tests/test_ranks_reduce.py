@@ -335,18 +335,3 @@ def held(rank: int) -> str:
 def test_values_that_wait_on_the_host_are_refused_over_ranks(crew2: Any) -> None:
     told = "skip(hold='host') of 'first': values wait in host memory in runs of one process only; leave hold= out, and"
     assert all(text.startswith(told) for text in crew2(held))
-
-
-def sliced(rank: int) -> str:
-    net = pipec.Pipeline("net")
-    h = net.stage("first", nn.Linear(4, 4), net.input("x", slice_dim=1))
-    net.loss("mean", torch.mean, net.stage("second", nn.Linear(4, 4), h))
-    plan = pipec.compile(net, 2, 2, "seq-1f1b", slices=2)
-    with pytest.raises(pipec.RunError) as error:
-        pipec.Runner(net, plan)
-    return str(error.value)
-
-
-def test_slices_are_refused_over_ranks(crew2: Any) -> None:
-    told = "the plan cuts microbatches into 2 slices, which this version runs in one process only"
-    assert crew2(sliced) == [told, told]

@@ -43,22 +43,25 @@ class Batch:
         self.spec = spec
         self.values = bind_inputs(spec, args, kwargs, optional)
         self.rows = row_count(spec, self.values)
-        length = sequence_length(spec, self.values) if slices > 1 else None
-        self.slices = min(slices, length or 1)
-        self.tokens = sizes(length, self.slices) if length and self.slices > 1 else None
+        self.length = sequence_length(spec, self.values) if slices > 1 else None
+        self._most = slices
         self.wanted_losses = {
             index for index, loss in enumerate(spec.losses)
             if all(self.values[number] is not MISSING for number in loss.inputs)
             and (loss.count is None or not self._lacks(loss.count))
         }
         self.counts = [self._count(index) for index in range(len(spec.losses))]
-        self.measure(microbatches, self.rows, self.rows, self.counts)
+        self.measure(microbatches, self.rows, self.rows, self.counts, self.length)
 
     def measure(
-        self, microbatches: int, rows: int | None, total: int | None, counts: Sequence[float], replicas: int = 1
+        self, microbatches: int, rows: int | None, total: int | None, counts: Sequence[float],
+        length: int | None = None, replicas: int = 1,
     ) -> None:
-        """Cut ``rows`` into microbatches; losses are weighed against ``total`` rows and ``counts`` of all replicas."""
-        self.rows, self.counts = rows, list(counts)
+        """Cut ``rows`` into microbatches, and sequences of ``length`` into slices; losses are weighed against ``total``
+        rows and ``counts`` of all replicas."""
+        self.rows, self.counts, self.length = rows, list(counts), length
+        self.slices = min(self._most, length or 1)
+        self.tokens = sizes(length, self.slices) if length and self.slices > 1 else None
         self.microbatches = microbatches if rows is None else min(microbatches, rows)
         self.parts = None if rows is None else sizes(rows, self.microbatches)
         self.weights = [
@@ -140,6 +143,14 @@ class Batch:
     def pieces(self) -> int:
         """Slices of all microbatches."""
         return self.microbatches * self.slices
+
+    @property
+    def forms(self) -> list[tuple[int, int]] | None:
+        """Per piece its rows and positions (-1 without any), on which the shapes in it depend; None where on none."""
+        if self.parts is None and self.tokens is None:
+            return None
+        parts = self.parts if self.parts is not None else [-1] * self.microbatches
+        return [(rows, count) for rows in parts for count in self.tokens or (-1,)]
 
     def leaves(self) -> list[Tensor]:
         """Tensors of the minibatch that collect a gradient themselves; others pass it on into the caller's graph."""

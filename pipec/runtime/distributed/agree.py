@@ -19,14 +19,19 @@ def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
         "torch": torch.__version__.split("+")[0],
         "pipeline": spec.name,
         "stages": ", ".join(stage.name for stage in spec.stages),
-        "inputs": ", ".join(f"{item.name} (split {item.split})" for item in spec.inputs),
+        "inputs": ", ".join(
+            f"{item.name} (split {item.split}{'' if item.slice_dim is None else f', slices along {item.slice_dim}'})"
+            for item in spec.inputs
+        ),
         "outputs": ", ".join(item.name for item in spec.outputs) or "none",
         "losses": ", ".join(f"{item.name} ({item.reduction})" for item in spec.losses) or "none",
         "edges": _hash(repr(spec.graph)),
         "placement": str([plan.stage_device(s) for s in range(len(spec.stages))]),
         "devices": str(plan.devices),
-        "microbatches": str(plan.microbatches),
+        "microbatches": str(plan.minibatch),
+        "slices": str(plan.slices),
         "schedule": plan.schedule,
+        "weights": plan.weights or "synchronous",
         "recompute": plan.recompute,
         "update": str(plan.update) + (", early" if plan.update_early else ""),
         **{key: str(value) for key, value in options.items()},
@@ -73,9 +78,9 @@ def same_call(table: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
     """Raise RankError when the first rows of a call say that the ranks are not at the same one.
 
     Args:
-        table: per rank: call, failed, training, microbatches, rows, seed in two halves, step.
+        table: per rank: call, failed, training, microbatches, rows, seed in two halves, step, length of sequences.
     """
-    words = ("evaluate()", "step()")
+    where = where_of(table)
     for column, what in ((2, "call"), (5, "seed"), (6, "seed"), (7, "step")):
         values = [row[column] for row in table]
         odd = next((n for n, value in enumerate(values) if value != values[0]), None)
@@ -83,15 +88,18 @@ def same_call(table: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
             continue
         one, two = ranks[0], ranks[odd]
         if what == "call":
-            text = (f"rank {one} is in {words[int(values[0])]}, rank {two} in {words[int(values[odd])]}; all ranks "
-                    "make the same calls")
+            text = f"rank {one} is in {where[0]}, rank {two} in {where[odd]}; all ranks make the same calls"
         elif what == "seed":
             text = (f"ranks {one} and {two} have different random seeds; call torch.manual_seed with one number on "
                     "every rank, or give Runner(seed=)")
         else:
-            text = (f"rank {one} is in step {values[0]:.0f}, rank {two} in step {values[odd]:.0f}; restore all ranks "
-                    "from one checkpoint")
+            text = f"rank {one} is in {where[0]}, rank {two} in {where[odd]}; restore all ranks from one checkpoint"
         raise RankError(text, two)
+
+
+def where_of(table: Sequence[Sequence[float]]) -> list[str]:
+    """Per rank, in words, the call and the step that it is in, from the table of :func:`same_call`."""
+    return [f"{'' if row[2] else 'evaluate() before '}step {row[7]:.0f}" for row in table]
 
 
 def rows_of(
@@ -102,21 +110,41 @@ def rows_of(
     Raises:
         RankError: ranks of a replica were given different rows, or replicas have too different ones.
     """
+    return _measured(table, replicas, 4, microbatches, ("rows", "minibatch has", "minibatches have", "microbatches"))
+
+
+def lengths_of(
+    table: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]], slices: int
+) -> list[int | None]:
+    """Per replica the length of its sequences, from the same table; None where no input is cut into slices.
+
+    Raises:
+        RankError: ranks of a replica were given different lengths, or replicas have too different ones.
+    """
+    return _measured(table, replicas, 8, slices, ("positions", "sequences have", "sequences have", "slices"))
+
+
+def _measured(
+    table: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]], column: int, least: int,
+    words: tuple[str, str, str, str],
+) -> list[int | None]:
+    """Per replica the one number that its ranks have in a column, None where all have -1."""
     everyone = [rank for ranks in replicas for rank in ranks]
+    what, one, several, parts = words
     found: list[int | None] = []
     for ranks in replicas:
         given: dict[int, int] = {}
         for rank in ranks:
-            rows = int(table[everyone.index(rank)][4])
-            if rows >= 0:
-                given.setdefault(rows, rank)
+            number = int(table[everyone.index(rank)][column])
+            if number >= 0:
+                given.setdefault(number, rank)
         if len(given) > 1:
-            text = ", ".join(f"{rows} on rank {rank}" for rows, rank in given.items())
-            raise RankError(f"the minibatch has {text} rows; all ranks of a pipeline are given the same ones",
+            text = ", ".join(f"{number} on rank {rank}" for number, rank in given.items())
+            raise RankError(f"the {one} {text} {what}; all ranks of a pipeline are given the same ones",
                             list(given.values())[1])
         found.append(next(iter(given), None))
-    if any(rows is not None and rows < microbatches for rows in found) and len(set(found)) > 1:
+    if any(number is not None and number < least for number in found) and len(set(found)) > 1:
         told = ", ".join(map(str, found))
-        raise RankError(f"the replicas' minibatches have {told} rows; where one has fewer than there are microbatches "
-                        f"({microbatches}), all need as many")
+        raise RankError(f"the replicas' {several} {told} {what}; where one has fewer than there are {parts} ({least}), "
+                        "all need as many")
     return found

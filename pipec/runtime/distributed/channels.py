@@ -51,7 +51,7 @@ SAME, CHANGED, FAILED = 0, 1, 2
 HEADER = struct.Struct("4q")  # status, bytes that follow, task, how many of the other direction have arrived
 
 Lost = Callable[[int, str, BaseException], RankError]  # peer, what it owes, what the connection said
-Key = tuple[int, int, int, int, int]  # from, to, value, gradient, rows of the microbatch
+Key = tuple[Any, ...]  # from, to, value, gradient, form of the microbatch or slice
 
 
 @frozen(eq=False)
@@ -66,8 +66,9 @@ class Message:
     @property
     def what(self) -> str:
         """The words for it in an error."""
-        name = self.graph.values[self.value].name
-        return f"{'the gradient of ' if self.gradient else ''}value {name!r} of microbatch {self.op.microbatch}"
+        name, op = self.graph.values[self.value].name, self.op
+        kind = ("", "the gradient of ", "the recomputed ")[self.gradient]
+        return f"{kind}value {name!r} of microbatch {op.microbatch}{f'.{op.slice}' if op.slice else ''}"
 
 
 @define(eq=False)
@@ -116,14 +117,14 @@ class RankChannels:
 
     def __init__(
         self, group: Any, rank: int, incoming: dict[int, list[Message]], outgoing: dict[int, list[Message]],
-        frames: dict[Key, Frame], rows: Sequence[int] | None, timeout: float, device: torch.device, lost: Lost,
+        frames: dict[Key, Frame], forms: Sequence[Any] | None, timeout: float, device: torch.device, lost: Lost,
     ) -> None:
-        """``frames``: what both sides expect, from the last step; ``rows`` of every microbatch; ``lost`` words the
-        error about a silent rank."""
+        """``frames``: what both sides expect, from the last step; ``forms``: what the shapes in every microbatch or
+        slice depend on; ``lost`` words the error about a silent rank."""
         self._group, self._rank, self._device, self._lost = group, rank, device, lost
         self._in = {peer: Link(peer, messages) for peer, messages in incoming.items()}
         self._out = {peer: Link(peer, messages) for peer, messages in outgoing.items()}
-        self._frames, self._rows = frames, rows
+        self._frames, self._forms = frames, forms
         self._envelopes: dict[Frame, list[Envelope]] = {}  # those that no send is using
         self._soonest = -1  # the first task whose message this rank has made no room for
         self.learned: dict[Key, Frame] = {}
@@ -138,8 +139,8 @@ class RankChannels:
             self._post(link)
 
     def _key(self, message: Message) -> Key:
-        rows = -1 if self._rows is None else self._rows[message.op.microbatch]
-        return (*message.op.route, message.value, message.gradient, rows)
+        form = None if self._forms is None else self._forms[message.op.piece]
+        return (*message.op.route, message.value, message.gradient, form)
 
     # -- receiving ------------------------------------------------------------------------------------------
 

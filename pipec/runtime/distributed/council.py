@@ -22,7 +22,7 @@ BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE = range(6)
 CALLS = ("the start of step(), evaluate() or forward()", "the end of its tasks", "the end of its step",
          "its gradient scaler", "clip_grad_norm_", "save() or load()")
 UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
-FIXED = 8  # numbers of a row before those per loss
+FIXED = 9  # numbers of a row before those per loss
 
 
 class Council:
@@ -118,5 +118,5 @@ class Council:
         if task < 0 or task >= len(plan) or plan.microbatches != abs(microbatches):
             return f"no task (call {call})"
         row = plan.table.task(task)
-        op = Op(task, row.kind, row.stage, row.microbatch, row.device)
+        op = Op(task, row.kind, row.stage, row.microbatch, row.device, row.slice, plan.slices)
         return f"{describe(plan.graph, op)} (call {call})"

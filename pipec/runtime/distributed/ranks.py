@@ -17,7 +17,7 @@ from pipec.ir import TO_HOST, Plan
 from pipec.runtime import names, saving
 from pipec.runtime.alone import Alone, Path
 from pipec.runtime.backends import Backend
-from pipec.runtime.distributed.agree import compare, rows_of, same_call, summary
+from pipec.runtime.distributed.agree import compare, lengths_of, rows_of, same_call, summary, where_of
 from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
 from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, NORM, SAVE, SETTLE, Council
@@ -32,6 +32,7 @@ from pipec.runtime.distributed.local import (
 )
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
+from pipec.runtime.distributed.sample import check_samples, sample_of
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.distributed.wire import Frame
 from pipec.runtime.executor import Device
@@ -59,10 +60,6 @@ class Ranks(Alone):
     def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
         if outputs not in ("owner", "all"):
             raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
-        if plan.slices > 1:
-            raise RunError(
-                f"the plan cuts microbatches into {plan.slices} slices, which this version runs in one process only"
-            )
         hosted = plan.table.value[plan.table.gradient == TO_HOST]
         held = {plan.graph.values[value].name for value in hosted.tolist()}
         if held:
@@ -95,7 +92,8 @@ class Ranks(Alone):
         self._traffic: dict[int, tuple[Program, Traffic]] = {}
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
         self._closed = False
-        width = FIXED + LOSS_WIDTH * len(spec.losses)
+        losses = len(spec.losses)
+        width = FIXED + max(LOSS_WIDTH * losses, losses + len(spec.inputs))
         self._council = Council(self._groups, self._watch, plan, width, timeout)
         self._reducer: Reducer | None = None
 
@@ -189,27 +187,30 @@ class Ranks(Alone):
         self._council.settled = False
         failure: BaseException | None = None
         seed = position.seed or 0
-        row = [float(training), 0.0, -1.0, float(seed >> 32), float(seed & 0xFFFFFFFF), float(position.step)]
-        counts = [0.0] * len(self._spec.losses)
+        row = [float(training), 0.0, -1.0, float(seed >> 32), float(seed & 0xFFFFFFFF), float(position.step), -1.0]
+        counts, samples = [0.0] * len(self._spec.losses), [0.0] * len(self._spec.inputs)
         try:
             batch = make()
             check_inputs(self._spec, batch.values)
             row[1:3] = [float(self._plan.microbatches), -1.0 if batch.rows is None else float(batch.rows)]
-            counts = batch.counts
+            row[6] = -1.0 if batch.length is None else float(batch.length)
+            counts, samples = batch.counts, [float(sample_of(value)) for value in batch.values]
         except BaseException as error:
             failure = error
         self._watch.begin()
-        table = self._council.table(BEGIN, [*row, *counts], failure)
+        table = self._council.table(BEGIN, [*row, *counts, *samples], failure)
         if failure is not None:
             raise failure
         same_call(table, self.place.everyone)
         rows = rows_of(table, self.place.ranks, self._plan.microbatches)
+        length = lengths_of(table, self.place.ranks, self._plan.slices)[self.replica]
+        check_samples(table, FIXED + len(counts), self._spec, self.place.ranks, where_of(table))
         total = sum(max(r or 0, 0) for r in rows) if all(r is not None for r in rows) else None
         first = [table[n * self.place.devices : (n + 1) * self.place.devices] for n in range(self.place.replicas)]
         counts = [
             sum(max(own[FIXED + index] for own in block) for block in first) for index in range(len(counts))
         ]
-        batch.measure(self._plan.microbatches, rows[self.replica], total, counts, self.place.replicas)
+        batch.measure(self._plan.microbatches, rows[self.replica], total, counts, length, self.place.replicas)
         self._watch.runs(batch.microbatches, training)
         return batch
 
@@ -226,7 +227,7 @@ class Ranks(Alone):
             self._reducer = Reducer(self._groups, self._tied, self._devices, step.accumulators, self._timeout)
         channels = RankChannels(
             self._groups.pipeline, self.device, own.incoming, own.outgoing, self._frames[plan.training],
-            step.batch.parts, self._timeout, torch.device("cpu"), self._council.lost,
+            step.batch.forms, self._timeout, torch.device("cpu"), self._council.lost,
         )
         return [RankDevice(self._watch, self.device, program.slots[self.device], stages, step, channels)], channels
 

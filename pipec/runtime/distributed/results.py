@@ -49,7 +49,8 @@ def gathered_result(
                 total = total + value
             losses[loss.name] = total
     here = {
-        out.name: joined_output(out, values) for out, values in zip(spec.outputs, step.outputs, strict=True)
+        out.name: joined_output(out, values, step.batch.slices)
+        for out, values in zip(spec.outputs, step.outputs, strict=True)
         if plan.stage_device(out.ref.index) == device
     }
     if gather is not None:
@@ -57,4 +58,4 @@ def gathered_result(
         here = {out.name: next(p[out.name] for p in parts if out.name in p) for out in spec.outputs}
     return Result(losses, here, step.batch.microbatches, elsewhere=tuple(
         (out.name, plan.stage_device(out.ref.index)) for out in spec.outputs if out.name not in here
-    ))
+    ), slices=step.batch.slices)
