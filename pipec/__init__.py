@@ -16,6 +16,7 @@ from pipec.runtime.reference import reference
 from pipec.runtime.result import Result
 from pipec.runtime.runner import Runner
 from pipec.schedules import (
+    Delayed,
     LiveWeights,
     Nesterov,
     PipeDream,
@@ -32,9 +33,9 @@ from pipec.values import skip
 
 __version__ = "0.1.0"
 __all__ = [
-    "Costs", "Kind", "Lane", "LiveWeights", "Nesterov", "PipeDream", "PipeDream2BW", "PipeMare", "PipecError",
-    "Pipeline", "Plan", "PlanError", "Predicted", "RankError", "RenderError", "Rescheduling", "Result", "RunError",
-    "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline", "TruncatedExponential",
-    "activations", "chain", "check", "compile", "deferred_batch_norm", "draw", "lazy", "parse_schedule", "profile",
-    "reference", "schedules", "skip", "torch_csv",
+    "Costs", "Delayed", "Kind", "Lane", "LiveWeights", "Nesterov", "PipeDream", "PipeDream2BW", "PipeMare",
+    "PipecError", "Pipeline", "Plan", "PlanError", "Predicted", "RankError", "RenderError", "Rescheduling", "Result",
+    "RunError", "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline",
+    "TruncatedExponential", "activations", "chain", "check", "compile", "deferred_batch_norm", "draw", "lazy",
+    "parse_schedule", "profile", "reference", "schedules", "skip", "torch_csv",
 ]

@@ -156,7 +156,8 @@ def build(
             )
         if slices != 1:
             refuse_slices(recipe.policy, slices)
-        draft = settle(problem, lambda longer: compute_tasks(graph, longer, recipe))
+        longest = getattr(getattr(recipe.policy, "weights", None), "longest", 0)
+        draft = settle(problem, lambda longer: compute_tasks(graph, longer, recipe), longest)
     else:
         draft = compute_tasks(graph, problem, recipe)
     plan = evolve(finish(copies(draft), costs), recipe=recipe, data_parallel=recipe.data_parallel)

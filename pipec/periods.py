@@ -15,7 +15,7 @@ from attrs import frozen
 
 from pipec.errors import PlanError
 from pipec.ir import TABLE_COLUMNS, Column, Kind, Plan, Table
-from pipec.rules.base import update_every
+from pipec.rules.base import READERS, newest_by_row, update_every
 from pipec.spec import Graph
 
 Rows = npt.NDArray[np.int64]
@@ -121,6 +121,22 @@ def first_steady(table: Table, step: Rows, minibatch: int, count: int) -> int:
             break
         first = k
     return first
+
+
+def last_reader(table: Table, step: Rows, minibatch: int) -> int:
+    """How many minibatches after the step that replaces a weight version the last minibatch that reads it is fed.
+
+    A steady step can be run again and again when the plan lays out that many more: only then it shows until when the
+    versions that it replaces are kept. 0 where all readers are in flight, as with stashed weights.
+    """
+    update, newest = np.flatnonzero(table.kind == Kind.UPDATE), newest_by_row(table)
+    reader = np.flatnonzero(np.isin(table.kind, READERS) & (newest > table.version) & (table.version >= 0))
+    if not len(update) or not len(reader):
+        return 0
+    replaced = np.full((int(table.stage.max()) + 1, int(newest.max()) + 1), np.iinfo(np.int64).max, np.int64)
+    replaced[table.stage[update], newest[update]] = step[update]
+    after = table.microbatch[reader] // minibatch - replaced[table.stage[reader], table.version[reader]]
+    return max(0, int(after.max()))
 
 
 def _relative(part: Table, step: int, minibatch: int, updates: int, updated: Column) -> Rows:

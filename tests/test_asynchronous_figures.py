@@ -160,6 +160,35 @@ def test_limits_with_discrepancy() -> None:
     assert limit(10, 6, 1 - 2 / 5) == pytest.approx(0.11394, abs=1e-5)
 
 
+@pytest.mark.parametrize(("correction", "wanted"), [(None, 0.03807), ("optimal", 0.11394)])
+def test_limits_with_given_delays(correction: Any, wanted: float) -> None:
+    """A forward 10 updates old, a backward 6: no pipeline has these, so the plan is given them."""
+    for factor, grows in ((0.97, False), (1.03, True)):
+        weight = Loose()
+        net = pipeline(weight)
+        plan = pipec.compile(net, 1, 1, pipec.Delayed(10, 6, correction), update="stage")
+        make: Any = lambda params, lr=wanted * factor: torch.optim.SGD(params, lr=lr)  # noqa: E731
+        with pipec.Runner(net, plan, optimizer=make, backend="replay") as run:
+            assert run.staleness["s0"] == 10
+            assert spread(run, weight.w, 700) == grows, factor
+
+
+@pytest.mark.parametrize("tau", [1, 2, 5, 10])
+def test_the_slowest_root_at_the_fastest_step(tau: int) -> None:
+    """With lr tau^tau/(tau+1)^(tau+1) the weight falls as (a + b t) r^t with the double root r = tau/(tau+1)."""
+    weight, root = Scale(), tau / (tau + 1)
+    net = pipeline(weight, square=True)
+    plan = pipec.compile(net, 1, 1, pipec.Delayed(tau), update="stage")
+    rate = tau**tau / (tau + 1) ** (tau + 1)
+    seen = []
+    with pipec.Runner(net, plan, optimizer=lambda p: torch.optim.SGD(p, lr=rate), backend="replay") as run:
+        for step in range(20 * tau + 20):
+            run.step(x=ONE)
+            seen.append(weight.w.item() / root**step)
+    bends = np.diff(seen[10 * tau :], 2)  # of a straight line
+    assert abs(bends).max() < 1e-6 * abs(np.diff(seen[10 * tau :])).min()
+
+
 @pytest.mark.parametrize("correction", [None, "optimal", 0.135])
 def test_discrepancy_limits_the_step_and_correction_frees_it(correction: Any) -> None:
     """The first of 11 stages reads weights 10 updates old in its forward and the newest in its backward."""

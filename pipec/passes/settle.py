@@ -14,7 +14,7 @@ from attrs import evolve
 from pipec.errors import ScheduleError
 from pipec.ir import Kind
 from pipec.passes.draft import Draft
-from pipec.periods import first_steady
+from pipec.periods import first_steady, last_reader
 from pipec.rules.base import update_every
 from pipec.schedules.base import Problem
 
@@ -22,22 +22,25 @@ STEADY = 3  # steps of the steady period in a plan
 TRIES = 4
 
 
-def settle(problem: Problem, make: Callable[[Problem], Draft]) -> Draft:
+def settle(problem: Problem, make: Callable[[Problem], Draft], longest: int = 0) -> Draft:
     """The draft that ``make`` gives for enough minibatches, cut after its third steady step.
 
     Args:
         problem: of one minibatch.
+        longest: over how many updates the weight rule reads back: so long the first minibatches differ, and so long
+            versions that a steady step replaces are read.
 
     Raises:
         ScheduleError: no step repeats the one before, in however many minibatches.
     """
-    count = -(-2 * len(problem.chunks) // problem.microbatches) + STEADY + 2
+    count = -(-2 * len(problem.chunks) // problem.microbatches) + STEADY + 2 + 2 * longest
     for _ in range(TRIES):
         draft = make(evolve(problem, microbatches=problem.microbatches * count, minibatches=count))
         if draft.step is None:  # no weight rule: nothing settles
             break
         # the last minibatch has no successor, which shows in its step
-        minibatches = first_steady(draft.table, draft.step, problem.microbatches, count - 1) + STEADY
+        first = first_steady(draft.table, draft.step, problem.microbatches, count - 1)
+        minibatches = first + max(STEADY, last_reader(draft.table, draft.step, problem.microbatches) + 1)
         if minibatches < count:
             return cut(draft, minibatches)
         count *= 2

@@ -11,6 +11,7 @@ from pipec.errors import PipecError, PlanError
 from pipec.ir import Plan
 from pipec.rules.base import Reads, Rule, declared_versions, newest_by_row, update_every
 from pipec.rules.corrected import Corrected
+from pipec.rules.delayed import Delayed
 from pipec.rules.live import Live
 from pipec.rules.nesterov import Nesterov
 from pipec.rules.predicted import Predicted
@@ -18,7 +19,7 @@ from pipec.rules.stash import Stash
 from pipec.rules.two_buffered import TwoBuffered
 
 RULES: dict[str, Callable[..., Rule]] = {
-    rule.name: rule for rule in (Stash, TwoBuffered, Corrected, Predicted, Live, Nesterov)
+    rule.name: rule for rule in (Stash, TwoBuffered, Corrected, Predicted, Live, Nesterov, Delayed)
 }
 
 
@@ -61,6 +62,6 @@ def _read(value: Any) -> Any:
 
 
 __all__ = [
-    "RULES", "Corrected", "Live", "Nesterov", "Predicted", "Reads", "Rule", "Stash", "TwoBuffered",
+    "RULES", "Corrected", "Delayed", "Live", "Nesterov", "Predicted", "Reads", "Rule", "Stash", "TwoBuffered",
     "declared_versions", "find_rule", "newest_by_row", "rule_of", "update_every",
 ]

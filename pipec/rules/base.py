@@ -24,7 +24,7 @@ class Reads:
     """What a rule is told of each task, column by column, shape (tasks,).
 
     Attributes:
-        kind: as in the table.
+        kind, stage: as in the table.
         update: the number of the update that the gradient of the task's microbatch goes into.
         newest: how many UPDATEs of its stage stand before the task.
         at_forward: ``newest`` of the FORWARD of the same stage and microbatch.
@@ -32,6 +32,7 @@ class Reads:
     """
 
     kind: npt.NDArray[Any]
+    stage: npt.NDArray[Any]
     update: Counts
     newest: Counts
     at_forward: Counts
@@ -41,11 +42,13 @@ class Reads:
 class Rule:
     """A weight rule: frozen options, a name, and the version that each task reads.
 
-    ``buffers``: what it keeps of its own beside weight versions, in copies of the weights' size.
+    ``buffers``: what it keeps of its own beside weight versions, in copies of the weights' size. ``longest``: over how
+    many updates a task may read back, for a rule that says so and not the order of tasks.
     """
 
     name: ClassVar[str]
     buffers: ClassVar[int] = 0
+    longest: ClassVar[int] = 0
 
     def versions(self, reads: Reads) -> Counts:
         """Per task the version that it reads, shape (tasks,); rows of other tasks do not matter."""
@@ -108,7 +111,7 @@ def declared_versions(rule: Rule, table: Table, newest: Counts, stages: int, mic
     if trained.any():
         first = at_forward[trained].min(axis=0)
     microbatch = np.where(update, 0, table.microbatch)
-    reads = Reads(table.kind, table.microbatch.astype(np.int64) // update_every(table, microbatches), newest,
-                  at_forward[table.stage, microbatch], first[microbatch])
+    reads = Reads(table.kind, table.stage, table.microbatch.astype(np.int64) // update_every(table, microbatches),
+                  newest, at_forward[table.stage, microbatch], first[microbatch])
     made = np.where(np.isin(table.kind, READERS) & trained[table.stage], rule.versions(reads), 0)
     return np.where(update, newest, made)

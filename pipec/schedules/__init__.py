@@ -28,6 +28,7 @@ from pipec.schedules.base import (
 )
 from pipec.schedules.catalog import ScheduleInfo, ScheduleTable, table_of
 from pipec.schedules.custom import TextSchedule, format_schedule, parse_schedule
+from pipec.schedules.delayed import Delayed
 from pipec.schedules.dualpipe_v import DualPipeV
 from pipec.schedules.gpipe import GPipe
 from pipec.schedules.interleaved import InterleavedOneFOneB
@@ -123,10 +124,10 @@ def find_schedule(schedule: Any) -> Policy:
 
 
 __all__ = [
-    "ALIASES", "ASYNCHRONOUS", "REGISTRY", "SCHEDULES", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "DualPipeV",
-    "EagerOneFOneB", "F", "GPipe", "I", "InterleavedOneFOneB", "InterleavedZeroBubble", "LiveWeights", "LoopedBFS",
-    "Nesterov", "OneFOneB", "Op", "Order", "Overlap", "PipeDream", "PipeDream2BW", "PipeMare", "Policy", "Predicted",
-    "Problem", "R", "Schedule", "ScheduleInfo", "ScheduleTable", "SeqOneFOneB", "TextSchedule", "TorchSchedule", "U",
-    "VHalf", "VMin", "W", "Wave", "find_schedule", "format_schedule", "is_asynchronous", "list_schedules", "merge",
-    "overlap", "parse_schedule", "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
+    "ALIASES", "ASYNCHRONOUS", "REGISTRY", "SCHEDULES", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBV", "B", "Delayed",
+    "DualPipeV", "EagerOneFOneB", "F", "GPipe", "I", "InterleavedOneFOneB", "InterleavedZeroBubble", "LiveWeights",
+    "LoopedBFS", "Nesterov", "OneFOneB", "Op", "Order", "Overlap", "PipeDream", "PipeDream2BW", "PipeMare", "Policy",
+    "Predicted", "Problem", "R", "Schedule", "ScheduleInfo", "ScheduleTable", "SeqOneFOneB", "TextSchedule",
+    "TorchSchedule", "U", "VHalf", "VMin", "W", "Wave", "find_schedule", "format_schedule", "is_asynchronous",
+    "list_schedules", "merge", "overlap", "parse_schedule", "parse_torch_csv", "policy_name", "tasks_of", "torch_csv",
 ]

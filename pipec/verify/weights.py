@@ -10,6 +10,7 @@ from pipec.errors import PlanError
 from pipec.ir import BACKWARDS, Buffer, Kind, Lane
 from pipec.passes.draft import pairs
 from pipec.passes.settle import STEADY
+from pipec.periods import last_reader
 from pipec.periods import periods as steps_of_plan
 from pipec.rules import declared_versions, rule_of
 from pipec.rules.base import READERS
@@ -161,8 +162,13 @@ def periods(facts: Facts) -> list[str] | NotChecked:
     if facts.reach.order is None:
         return NotChecked("the plan does not run to its end")
     found = steps_of_plan(plan)
+    later = last_reader(facts.table, found.step, plan.minibatch)
     if found.steady <= plan.minibatches - STEADY:
-        return []
+        return [] if found.steady + later < plan.minibatches else [
+            f"a weight version is read until {later} minibatches after the step that replaces it; the steady period "
+            f"begins at step {found.steady}, but only {plan.minibatches} minibatches are laid out, so it does not "
+            "show how long versions are kept"
+        ]
     first = min(found.steady, plan.minibatches - 1)
     return [
         f"step {first} is not step {first - 1} one minibatch later; an asynchronous plan shows {STEADY} steps that are "

@@ -118,6 +118,33 @@ class CorrectedHalf(Half):
             torch._foreach_add_(delta, change, alpha=1.0 - gamma)
 
 
+class DelayedHalf(CorrectedHalf):
+    """Given delays, with T2 where the rule has a decay.
+
+    u = w(t - tau_bkwd) - (tau_fwd - tau_bkwd) delta(t - tau_bkwd): the delta that belongs to the version read.
+    """
+
+    def makes(self, stage: int) -> bool:
+        return self.rule.decay is not None and super().makes(stage)
+
+    def backward(self, weights: StageWeights, version: int) -> Give:
+        own, stage = weights.of(version), weights.stage.index
+        delta = weights.buffers.get("delta") if own.live else own.delta
+        if not self.makes(stage) or delta is None:
+            return own.tensors.__getitem__
+        return _moved(own.tensors, delta, -self.delays[stage].forward)
+
+    def update(self, weights: StageWeights, advance: Advance) -> None:
+        stage = weights.stage.index
+        if self.makes(stage) and "delta" in weights.buffers:
+            for version, old in weights.kept.items():
+                if version == weights.version:
+                    old.delta = [copy_of(tensor) for tensor in weights.buffer("delta")]
+                elif version <= weights.version - self.rule.back(stage):
+                    old.delta = None  # no backward reads it after this update
+        super().update(weights, advance)
+
+
 def _moved(base: Sequence[Tensor], along: Sequence[Tensor], factor: float) -> Give:
     """base + factor * along, made when asked for, with the strides of ``base``."""
     def give(index: int) -> Tensor:
@@ -213,7 +240,7 @@ class NesterovHalf(Half):
 
 
 HALVES: dict[str, type[Half]] = {
-    "corrected": CorrectedHalf, "predicted": PredictedHalf, "nesterov": NesterovHalf,
+    "corrected": CorrectedHalf, "predicted": PredictedHalf, "nesterov": NesterovHalf, "delayed": DelayedHalf,
 }
 
 

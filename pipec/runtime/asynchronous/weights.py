@@ -23,12 +23,14 @@ class Leaves:
     Attributes:
         tensors: in the order of the stage's parameters; all leaves that require a gradient.
         live: they are the user's own parameters.
+        delta: the mean change that belongs to an older version, where the weight rule reads it.
     """
 
-    __slots__ = ("_storages", "live", "tensors")
+    __slots__ = ("_storages", "delta", "live", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor], live: bool = False) -> None:
         self.tensors, self.live = list(tensors), live
+        self.delta: list[Tensor] | None = None
         self._storages: dict[int, list[int]] | None = None
 
     @property
