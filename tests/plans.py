@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import pipec
 from pipec import LiveWeights, Nesterov, PipeDream, PipeMare, Predicted
-from pipec.ir import Lane, Plan
+from pipec.ir import Chunk, Lane, Plan
 from pipec.schedules.base import B, F, I, Op, Problem, W
 
 
@@ -61,6 +61,16 @@ def unet(depth: int = 2, hold: str | None = None) -> pipec.Pipeline:
     net.output(value)
     net.loss("mse", None, value, target)
     return net
+
+
+def problem_of(
+    devices: list[int], microbatches: int, edges: list[tuple[int, int]] | None = None, costs: pipec.Costs | None = None
+) -> Problem:
+    """Chunks of one stage each on ``devices``; a chain unless edges are given."""
+    chunks = tuple(Chunk(i, d, (i,)) for i, d in enumerate(devices))
+    edges = [(c, c + 1) for c in range(len(devices) - 1)] if edges is None else edges
+    names = tuple(f"s{i}" for i in range(len(devices)))
+    return Problem(chunks, max(devices) + 1, microbatches, tuple(edges), costs or pipec.Costs(), names)
 
 
 def any_order(seed: int, split: bool) -> Any:
