@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.errors import Location, Problem, caller, raise_all
-from pipec.given import meant
+from pipec.given import misnamed
 from pipec.losses import settle, takes_reduction
 from pipec.spec import InputSpec, LossSpec, OutputSpec, Ref, Spec, StageSpec
 from pipec.tree import flatten, unflatten
@@ -245,7 +245,7 @@ class Pipeline:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             name = getattr(fn, "__name__", type(fn).__name__)
-            self._problem(f"{what}: {name}{signature} cannot be called so: {_misnamed(signature, kwargs) or error}")
+            self._problem(f"{what}: {name}{signature} cannot be called so: {misnamed(signature, kwargs) or error}")
 
     def _check_count(self, what: str, count: Any) -> None:
         if not callable(count):
@@ -381,15 +381,6 @@ def _parameters(fn: Any) -> list[tuple[str, inspect.Parameter]]:
         return list(inspect.signature(fn).parameters.items()) if callable(fn) else []
     except (TypeError, ValueError):
         return []
-
-
-def _misnamed(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
-    """Keyword arguments that the signature does not have: Python names the missing ones first, not the typo."""
-    if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
-        return ""
-    known = [name for name, one in signature.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD,
-                                                                               one.KEYWORD_ONLY)]
-    return "; ".join(f"it has no argument {name!r}{meant(name, known)}" for name in kwargs if name not in known)
 
 
 def _counted(number: int, what: str) -> str:

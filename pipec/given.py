@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -38,3 +39,12 @@ def meant(name: Any, known: Iterable[str]) -> str:
     by_form = {other.lower().replace("_", "-"): other for other in known}
     found = get_close_matches(str(name).lower().replace("_", "-"), by_form, n=1, cutoff=0.6)
     return f" (did you mean {by_form[found[0]]!r}?)" if found else ""
+
+
+def misnamed(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
+    """Keyword arguments that the signature does not have: Python names the missing ones first, not the typo."""
+    if any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        return ""
+    known = [name for name, one in signature.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD,
+                                                                               one.KEYWORD_ONLY)]
+    return "; ".join(f"it has no argument {name!r}{meant(name, known)}" for name in kwargs if name not in known)
