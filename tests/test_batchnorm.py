@@ -212,6 +212,28 @@ def test_layers_in_eval_mode_keep_their_statistics_in_training_steps() -> None:
     assert int(frozen.num_batches_tracked) == 1
 
 
+@pytest.mark.parametrize("way", ["converted", "exchanged"])
+def test_layers_deferred_between_steps_are_followed(way: str) -> None:
+    module, plain = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64)), nn.BatchNorm1d(4, dtype=torch.float64)
+    net, other = first(module), first(copy.deepcopy(module))
+    loop = pipec.reference(other, 3)
+    with runner(net, 2, 3, recompute="always") as run:
+        for step, steps in enumerate((run.step, loop.step)):
+            steps(x=rows(8))
+            own = (module, other.spec.stages[0].fn)[step]
+            if way == "exchanged":
+                own[0] = copy.deepcopy(own[0])
+            pipec.deferred_batch_norm(own)
+            assert int(own[0].num_batches_tracked) == 3
+        plain.load_state_dict(module[0].state_dict())
+        run.step(x=rows(7, seed=1))
+        loop.step(x=rows(7, seed=1))
+    plain(rows(7, seed=1))
+    for mine, theirs in zip(statistics(module), statistics(plain), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert same(statistics(module), statistics(other.spec.stages[0].fn))
+
+
 def test_called_outside_of_a_step_it_is_an_ordinary_layer() -> None:
     plain = nn.BatchNorm1d(4, dtype=torch.float64)
     layer = pipec.deferred_batch_norm(copy.deepcopy(plain))

@@ -153,14 +153,9 @@ def deferred_batch_norm(module: nn.Module) -> nn.Module:
     return module
 
 
-def deferred_layers(modules: Iterable[nn.Module]) -> list[Deferred]:
-    """Every deferred layer inside ``modules``, each once."""
-    return list({id(sub): sub for module in modules for sub in module.modules() if isinstance(sub, Deferred)}.values())
-
-
 def minibatch(layers: Iterable[Deferred]) -> ExitStack:
-    """One training step: every layer sees what runs inside as one minibatch."""
+    """One training step: every layer sees what runs inside as one minibatch. Layers may be given several times."""
     with ExitStack() as stack:
-        for layer in layers:
+        for layer in {id(layer): layer for layer in layers}.values():
             stack.enter_context(layer.minibatch())
         return stack.pop_all()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipec.runtime.batchnorm import Deferred
 from pipec.runtime.walk import modules_in
 
 Mark = tuple[Any, Any]  # a buffer and a copy of its values, or None twice
@@ -27,6 +28,7 @@ class BufferKeeper:
         shared: numbers of places that another stage holds too; ``used`` those of them that this stage uses,
             ``watch`` a context for its forwards that finds them, ``settled`` the modes in which none changes. See
             :mod:`pipec.runtime.shared`.
+        deferred: layers of :func:`pipec.deferred_batch_norm` among the modules.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -38,6 +40,7 @@ class BufferKeeper:
         self.used: set[int] = set()
         self.settled: set[Any] = set()
         self.watch: Any = NOT_WATCHED
+        self.deferred: list[Deferred] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -60,6 +63,7 @@ class BufferKeeper:
                 for number, (_, name) in zip(owners, places, strict=True)
             ]
             self.places, self._last = places, []
+            self.deferred = [sub for sub in found if isinstance(sub, Deferred)]
             self.shared, self.watch = set(), NOT_WATCHED
 
     def appeared(self) -> list[str]:

@@ -20,7 +20,7 @@ from pipec.errors import RunError
 from pipec.given import spec_of
 from pipec.ir import Kind
 from pipec.runtime.aliases import check_aliases
-from pipec.runtime.batchnorm import deferred_layers, minibatch
+from pipec.runtime.batchnorm import minibatch
 from pipec.runtime.borders import add, collect, edges, pack, version
 from pipec.runtime.claim import Claim
 from pipec.runtime.context import fresh_casts
@@ -44,13 +44,15 @@ class Reference:
         self.spec, self.microbatches, self.slices = spec_of(pipeline, "reference", RunError), microbatches, slices
         check_slices(self.spec, slices)
         self.stages = bind(self.spec)
-        self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
         self.probe: Probe | None = None
         self._position, self._streams = Position(seed), Streams()
 
     def step(self, *args: Any, **inputs: Any) -> Result:
         """Losses and outputs of one minibatch; parameter gradients are added to ``.grad``."""
-        with minibatch(self._deferred), fresh_casts(), Claim(self.spec.name) as claim:
+        for stage in self.stages:
+            stage.buffers.refresh()
+        deferred = [layer for stage in self.stages for layer in stage.buffers.deferred]
+        with minibatch(deferred), fresh_casts(), Claim(self.spec.name) as claim:
             return self._step(args, inputs, claim)
 
     def _step(self, args: tuple[Any, ...], inputs: dict[str, Any], claim: Claim) -> Result:

@@ -19,7 +19,7 @@ from pipec.runtime.alone import Alone, party
 from pipec.runtime.asynchronous.overlapping import Overlapping
 from pipec.runtime.asynchronous.weights import StageWeights
 from pipec.runtime.backends import Backend
-from pipec.runtime.batchnorm import deferred_layers, minibatch
+from pipec.runtime.batchnorm import minibatch
 from pipec.runtime.choose import make_backend
 from pipec.runtime.claim import Claim
 from pipec.runtime.context import fresh_casts
@@ -132,7 +132,6 @@ class Runner(Overlapping, Stateful):
             where = homes(plan, self._real)
             place_stages(self.stages, where)
             self._generators = {stage: generator_of(device) for stage, device in enumerate(where)}
-        self._deferred = deferred_layers(module for stage in self.stages for module in stage.modules)
         tell_compiled(
             self.stages[s] for s in np.unique(plan.table.stage[plan.table.kind == Kind.BACKWARD_WEIGHT]).tolist()
         )
@@ -194,7 +193,7 @@ class Runner(Overlapping, Stateful):
             devices, channels = party.devices(plan, program, self.stages, step, self._backend)
 
             def tasks() -> None:
-                with minibatch(self._deferred):
+                with minibatch(layer for stage in self.stages for layer in stage.buffers.deferred):
                     self._run(devices, program.ops, channels, step)
                 undo.check_shared_buffers()
                 check_means(self.stages)

@@ -20,7 +20,6 @@ from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.asynchronous.result import IDLE, SYNCHRONOUS, AsynchronousResult, Finished, result_of
 from pipec.runtime.asynchronous.weights import StageWeights, named
 from pipec.runtime.backends import Backend
-from pipec.runtime.batchnorm import Deferred
 from pipec.runtime.choose import make_backend
 from pipec.runtime.claim import Claim
 from pipec.runtime.context import no_kept_casts
@@ -43,7 +42,6 @@ class Overlapping:
     probe: Probe | None
     _backend: Backend
     _updater: Updater
-    _deferred: list[Deferred]
     _owners: list[names.Owner]
     _position: Position
     _streams: Streams
@@ -232,7 +230,7 @@ def refusals(run: Any) -> list[Problem]:
                     f"stages {first[0]!r} and {stage.name!r} share the parameter {first[1]!r} ({name!r} there), whose "
                     "versions would differ from stage to stage; give each its own, or use a synchronous schedule"
                 ))
-    if run._deferred:
+    if any(stage.buffers.deferred for stage in run.stages):
         problems.append(Problem(
             "deferred_batch_norm needs whole minibatches, which overlap here; use plain BatchNorm or GroupNorm"
         ))
