@@ -12,7 +12,7 @@ import models
 import pytest
 import torch
 from layers import Gives, Takes, linear
-from models import WIDTH, data, equal_everywhere, gradients, kept_streams, runner
+from models import WIDTH, data, equal_everywhere, gradients, kept_streams, runner, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -216,6 +216,46 @@ def test_a_gradient_that_would_be_lost_is_an_error(recompute: str) -> None:
     for build in (closure, unregistered):
         with pytest.raises(pipec.RunError, match="does not own it"):
             pipec.reference(build, 2).step(**data())
+
+
+class Force(nn.Module):
+    """Differentiates inside, to a tensor of its own: the input of the first stage requires no gradient."""
+
+    def __init__(self, keep: bool = False) -> None:
+        super().__init__()
+        self.net, self.keep = linear(), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = x.detach().requires_grad_()
+        energy = torch.tanh(self.net(place)).square().sum()
+        (force,) = torch.autograd.grad(energy, place, create_graph=True)
+        if self.keep:
+            self.place = place
+        return x - force
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_may_differentiate_to_a_tensor_of_its_own(schedule: str) -> None:
+    def built(keep: bool = False) -> pipec.Pipeline:
+        torch.manual_seed(4)
+        return models.of_modules(Force(keep), linear(), Force())
+
+    net, plain = built(), built()
+    with runner(net, 2, 3, schedule) as run:
+        for seed in range(2):
+            run.step(**data(7, seed))
+    for seed in range(2):
+        rows = data(7, seed)
+        for x, y in zip(rows["x"].split([3, 2, 2]), rows["y"].split([3, 2, 2]), strict=True):
+            value = x
+            for stage in plain.spec.stages:
+                value = stage.fn(value)
+            F.mse_loss(value, y).backward(torch.tensor(len(x) / 7, dtype=value.dtype))
+    assert same(gradients(net), gradients(plain))
+    with runner(built(keep=True), 2, 3, schedule) as run, pytest.raises(  # now somebody could ask for its gradient
+        pipec.RunError, match=r"stage 'a' computes with a tensor of shape .* does not own it"
+    ):
+        run.step(**data(7))
 
 
 def test_a_counter_keeps_its_values_and_arrays_may_be_outputs() -> None:

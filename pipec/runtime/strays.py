@@ -3,16 +3,23 @@
 A stage's gradients are taken with respect to its own parameters and to what it reads. A tensor that it reaches in any
 other way (a closure, a plain list of modules, an object that carries another stage's graph) would be left without a
 gradient and without a word, so each stage's graph is looked through once, after its first forward.
+
+A tensor that the stage made itself is none of these: that to which it differentiates inside (a gradient penalty, a
+force from an energy). Once the forward has returned only the graph holds it, and nobody can ask for its gradient.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipec.errors import RunError
+from pipec.runtime.engine import edge_of
+from pipec.runtime.gradients import hooks_of
 from pipec.runtime.stages import Stage
 
 REENTRANT = "CheckpointFunctionBackward"
@@ -26,8 +33,14 @@ def check_strays(stage: Stage, stages: Sequence[Stage], roots: Iterable[Any], le
             re-entrant checkpoint.
     """
     known = {id(leaf) for leaf in flat(leaves)} | {id(p) for p in stage.trainable()}
-    for leaf in leaves_below(flat(roots), stage.name):
-        if id(leaf) not in known:
+    found = leaves_below(flat(roots), stage.name)
+    strange = [place for place, leaf in enumerate(found) if id(leaf) not in known]
+    if not strange:
+        return
+    made_inside = held_by_graph(found)
+    for place in strange:
+        leaf = found[place]
+        if not made_inside[place]:
             owner = next(
                 (f"{name!r} of stage {other.name!r}" for other in stages for name, p in other.named_parameters()
                  if p is leaf), None
@@ -45,6 +58,20 @@ def check_strays(stage: Stage, stages: Sequence[Stage], roots: Iterable[Any], le
                 f"stage {stage.name!r} computes with {told} but does not own it, so its gradient would be lost; "
                 f"{advice}"
             )
+
+
+def held_by_graph(leaves: list[Tensor]) -> list[bool]:
+    """Per tensor whether nothing but its graph holds it, and no hook waits for its gradient."""
+    graph = edge_of(torch.zeros((), requires_grad=True, device="cpu") * 1)  # for what such a tensor counts
+    (fewest,) = references(leaves_below([graph], ""))
+    return [
+        count <= fewest and not leaf._backward_hooks and not hooks_of(leaf)
+        for count, leaf in zip(references(leaves), leaves, strict=True)
+    ]
+
+
+def references(tensors: list[Tensor]) -> list[int]:
+    return [sys.getrefcount(tensors[place]) for place in range(len(tensors))]
 
 
 def flat(tree: Any) -> list[Any]:
