@@ -8,7 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from models import gradients, kept_streams, same
+from models import WIDTH, data, gradients, kept_streams, of_modules, runner, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -86,3 +86,32 @@ def test_every_stage_and_microbatch_has_a_mask_of_its_own_that_recompute_repeats
         run.step(**given())
         masks += [seen[0].flatten() for stage in net.spec.stages for seen in stage.fn.seen.values()]
     assert len({tuple(mask.tolist()) for mask in masks}) == len(masks) == 2 * STAGES * MICROBATCHES
+
+
+class Noise(nn.Module):
+    """Draws twice from a generator of its own, which goes on from forward to forward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.net, self.own = nn.Linear(WIDTH, WIDTH), torch.Generator().manual_seed(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.bernoulli(torch.full_like(x, 0.5), generator=self.own)
+        return self.net(x * kept) + torch.empty_like(x).normal_(generator=self.own)
+
+
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+def test_recompute_repeats_draws_from_a_generator_of_the_stages_own(recompute: str, backend: str) -> None:
+    def build() -> pipec.Pipeline:
+        torch.manual_seed(2)
+        return of_modules(*(Noise(seed) for seed in range(3)))
+
+    net, plain = build(), build()
+    loop = pipec.reference(plain, 4)
+    with runner(net, 2, 4, backend=backend, recompute=recompute) as run:
+        for seed in range(3):
+            assert torch.equal(run.step(**data(9, seed)).loss, loop.step(**data(9, seed)).loss)
+    assert same(gradients(net), gradients(plain))
+    mine, theirs = ([stage.fn.own.get_state() for stage in one.spec.stages] for one in (net, plain))
+    assert same(mine, theirs)

@@ -27,7 +27,7 @@ from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.engine import accumulate, gradients
 from pipec.runtime.group_hooks import check_group_hooks
 from pipec.runtime.program import NOWHERE, Op, Route
-from pipec.runtime.randomness import Purpose, Stream
+from pipec.runtime.randomness import Purpose, Stream, repeated
 from pipec.runtime.record import profiling, recorded
 from pipec.runtime.split import Weights, input_half
 from pipec.runtime.stages import Stage
@@ -147,8 +147,10 @@ class Device:
         stage = self.stages[op.stage]
         marks = self.step.snapshots.pop((op.stage, op.piece), [])
         before = stage.buffers.exchange(marks) if marks else []
+        drawn = self.step.drawn.pop((op.stage, op.piece), None)
         try:
-            leaves, out, carry, losses = self._call(stage, op, NO_HOOKS)
+            with repeated(drawn) if drawn else NO_HOOKS:
+                leaves, out, carry, losses = self._call(stage, op, NO_HOOKS)
         finally:
             if marks:
                 stage.buffers.put_back(before, marks)
@@ -161,12 +163,15 @@ class Device:
         values, leaves = stage.read(packets)
         before = versions(packets)
         watch = stage.buffers.watch
-        with step.random.task(op.stage, op.piece, Purpose.FORWARD):
+        stream = step.random.task(op.stage, op.piece, Purpose.FORWARD)
+        with stream:
             if hooks is NO_HOOKS and watch is NOT_WATCHED:
                 out, carry, losses = stage.run_all(values, step.wanted_losses)
             else:
                 with hooks, watch:
                     out, carry, losses = stage.run_all(values, step.wanted_losses)
+        if op.recomputed and stream.others:
+            step.drawn[op.stage, op.piece] = stream.others
         if stage.learning or before != versions(packets):
             stage.check_writes(packets, before, out)
         return leaves, out, carry, losses

@@ -12,8 +12,8 @@ the stream.
 Left alone:
 
 * ``generator=`` given by the user. Stages on several threads that share one generator draw from it in the
-  order in which they happen to run: give each stage its own, and do not recompute a stage that draws from
-  one.
+  order in which they happen to run: give each stage its own. A RECOMPUTE draws again what its FORWARD drew,
+  from a CPU generator that is.
 * Python's ``random`` and NumPy, which have states of their own.
 * Threads that a stage starts itself, and C++ extensions that fetch PyTorch's default generator directly.
 * State of CUDA libraries that is made once: the dropout between the layers of cuDNN's LSTM and GRU.
@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from functools import cache, partial
 from types import TracebackType
@@ -46,6 +46,7 @@ from pipec.runtime.rng_kernels import (
     THREAD,
     Source,
     SupplyingMode,
+    address,
     cpu_kernels,
     state_functions,
 )
@@ -119,6 +120,22 @@ class Position:
         return Position(self.seed, self.step + 1)
 
 
+OwnState = tuple[torch.Generator, torch.Tensor]  # a generator and its state
+
+
+@contextmanager
+def repeated(others: Sequence[OwnState]) -> Iterator[None]:
+    """What is run inside draws again what was drawn from these generators; afterwards they go on where they were."""
+    before = [(generator, generator.get_state()) for generator, _ in others]
+    for generator, state in others:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
 class Stream:
     """The random numbers of one task: a context manager to enter once, on the thread that runs the task.
 
@@ -126,7 +143,7 @@ class Stream:
     stage puts its own tasks' streams in front, and afterwards the stage's stream goes on where it was.
     """
 
-    __slots__ = ("_generator", "_key", "_mode", "_outer", "_with_mode")
+    __slots__ = ("_generator", "_key", "_mode", "_outer", "_with_mode", "others")
 
     def __init__(self, key: tuple[int, int, int, int, Purpose], with_mode: bool) -> None:
         self._key = key
@@ -134,6 +151,7 @@ class Stream:
         self._generator: torch.Generator | None = None
         self._mode: SupplyingMode | None = None
         self._outer: Source | None = None
+        self.others: list[OwnState] | None = None  # the user's own generators, as they were before the first draw
 
     @property
     def seed(self) -> int:
@@ -147,6 +165,13 @@ class Stream:
         if generator is None:
             generator = self._generator = torch.Generator().manual_seed(self.seed)
         return generator
+
+    def passed_over(self, given: torch.Generator) -> None:
+        """Note the state of a generator of the user's own before the task first draws from it."""
+        if self.others is None:
+            self.others = []
+        if all(address(given) != address(known) for known, _ in self.others):
+            self.others.append((given, given.get_state()))
 
     def __enter__(self) -> Stream:
         self._outer = THREAD.stream

@@ -52,6 +52,9 @@ class Source(Protocol):
     @property
     def generator(self) -> torch.Generator: ...
 
+    def passed_over(self, given: torch.Generator) -> None:
+        """A draw comes that uses ``given``, a generator of the user's own."""
+
 
 class Thread(threading.local):
     """The stream of each thread; None on every thread that runs no task."""
@@ -95,14 +98,14 @@ def generator_place(op: Operation) -> int | None:
     raise ValueError(f"{op} takes no generator")
 
 
-def _address(generator: torch.Generator) -> int:
+def address(generator: torch.Generator) -> int:
     """Of the generator itself: the dispatcher hands kernels a new Python object around it."""
     return generator._cdata  # type: ignore[attr-defined, no-any-return]
 
 
 def _left_open(given: torch.Generator | None) -> bool:
     """No generator given, or the process's by name, which means the same everywhere in PyTorch."""
-    return given is None or _address(given) == _address(_DEFAULT)
+    return given is None or address(given) == address(_DEFAULT)
 
 
 def supply(
@@ -112,9 +115,12 @@ def supply(
     if place is not None and len(args) > place:
         if _left_open(args[place]):
             return (*args[:place], source.generator, *args[place + 1 :])
+        source.passed_over(args[place])
         return args
     if _left_open(kwargs.get("generator")):
         kwargs["generator"] = source.generator
+    else:
+        source.passed_over(kwargs["generator"])
     return args
 
 

@@ -17,7 +17,7 @@ from pipec.runtime.borders import Gradient, Parcel, add
 from pipec.runtime.buffers import Mark
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.means import on_host
-from pipec.runtime.randomness import Randomness
+from pipec.runtime.randomness import OwnState, Randomness
 from pipec.runtime.result import Result
 from pipec.runtime.stages import brief
 from pipec.runtime.stream_clock import StreamClock
@@ -190,6 +190,7 @@ class Step:
             [Parcel(()) for _ in range(count)] if _wants_gradient(value) else None for value in batch.values
         ]
         self.snapshots: dict[tuple[int, int], list[Mark]] = {}
+        self.drawn: dict[tuple[int, int], list[OwnState]] = {}  # for RECOMPUTE, by stage and piece
         self.starts: list[int] = [0] * len(plan.table)
         self.ends: list[int] = [0] * len(plan.table)
         self.clock: StreamClock | None = None  # times of the devices, where these are not the host's
@@ -215,7 +216,7 @@ class Step:
         self.inputs.clear()  # devices hold the same list
         self.inputs, self.outputs, self.losses, self.input_gradients, self.accumulators = [], [], [], [], []
         self.batch.values = []
-        self.snapshots = {}
+        self.snapshots, self.drawn = {}, {}
         self._update = self._reduce = None
 
     def backward_inputs(self) -> None:

@@ -79,6 +79,7 @@ class Window:
         self.losses: list[list[Any]] = [[None] * count for _ in spec.losses]
         self.flights: list[Flight | None] = [None] * plan.minibatches
         self.snapshots: dict[tuple[int, int], Any] = {}
+        self.drawn: dict[tuple[int, int], Any] = {}
         self.sums: dict[tuple[int, int], Accumulator] = {}
         self.known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self.stood_in: set[int] = set()
@@ -105,6 +106,7 @@ class Window:
         del self.flights[0]
         self.flights.append(None)
         self.snapshots = {(stage, m - by): marks for (stage, m), marks in self.snapshots.items()}
+        self.drawn = {(stage, m - by): states for (stage, m), states in self.drawn.items()}
         self.sums = {(stage, update - updates): own for (stage, update), own in self.sums.items()}
         for weights in self.weights:
             weights.shift(updates)
