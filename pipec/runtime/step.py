@@ -15,6 +15,7 @@ from pipec.ir import Kind, Plan
 from pipec.runtime.batch import MISSING, bind_inputs, join, row_count, sequence_length, sizes, split
 from pipec.runtime.borders import Gradient, Parcel, add
 from pipec.runtime.buffers import Mark
+from pipec.runtime.derivatives import check_derivatives
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.means import on_host
 from pipec.runtime.randomness import OwnState, Randomness
@@ -42,6 +43,7 @@ class Batch:
     ) -> None:
         self.spec = spec
         self.values = bind_inputs(spec, args, kwargs, optional)
+        check_derivatives(spec, self.values)
         self.rows = row_count(spec, self.values)
         self.length = sequence_length(spec, self.values) if slices > 1 else None
         self._most = slices
