@@ -67,6 +67,13 @@ def row_count(spec: Spec, values: Sequence[Any]) -> int | None:
                         "input(name, split=None) if it is the same for all microbatches", item.location)
             )
         for tensor in tensors:
+            if tensor.is_nested or tensor.layout is not torch.strided:
+                problems.append(
+                    Problem(f"input {item.name!r} is a {'nested' if tensor.is_nested else tensor.layout} tensor, which "
+                            "cannot be split into rows; pad it or make it dense, or declare it with split=None if it "
+                            "is the same for all", item.location)
+                )
+                continue
             if not -tensor.dim() <= item.split < tensor.dim():
                 problems.append(
                     Problem(f"input {item.name!r} of shape {tuple(tensor.shape)} cannot be split along dimension "
