@@ -311,17 +311,6 @@ def test_an_inf_anywhere_skips_every_stage(crew2: Any) -> None:
     assert crew2(scaled, False) == [(False, 1024.0, [-0.5]), (False, 1024.0, [-1.0])]
 
 
-def asynchronous(rank: int) -> str:
-    net = chain(2)
-    with pytest.raises(pipec.RunError) as error:
-        pipec.Runner(net, pipec.compile(net, 2, 2, "pipedream", update="stage"), optimizer=OPTIMIZERS["sgd"])
-    return str(error.value)
-
-
-def test_asynchronous_plans_are_refused_over_ranks(crew2: Any) -> None:
-    assert all("asynchronous plans run in one process so far" in text for text in crew2(asynchronous))
-
-
 def held(rank: int) -> str:
     net = pipec.Pipeline("net")
     a = net.stage("first", nn.Linear(4, 4), net.input("x"))

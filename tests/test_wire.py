@@ -92,7 +92,7 @@ class Pair:
     def __init__(self, count: int) -> None:
         plan = pipec.compile(pipec.chain(2), 2, count, forward_only=True)
         program = build_program(plan)
-        self.ends = [traffic(plan, program, rank) for rank in (0, 1)]
+        self.ends = [traffic(plan, program.ops, rank) for rank in (0, 1)]
         self.frames: list[dict[Any, Frame]] = [{}, {}]
         self.post = Post()
         self.count = count

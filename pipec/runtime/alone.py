@@ -13,6 +13,8 @@ from torch import Tensor
 from pipec.errors import RunError
 from pipec.ir import Plan
 from pipec.runtime import names, saving
+from pipec.runtime.asynchronous.program import Steps
+from pipec.runtime.asynchronous.together import Together
 from pipec.runtime.backends import Backend
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
@@ -118,14 +120,34 @@ class Alone:
         """Read the part of a folder that ``owners`` have names for, and restore it."""
         restore(saving.read(path, names.named(owners)))
 
-    def switch(self) -> None:
-        """Another plan takes the place of this one."""
+    def switch(self, plan: Plan, check: Callable[[], None]) -> None:
+        """Raise RunError when another plan cannot take the place of this one; ``check`` raises what is wrong here."""
+        check()
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on with another plan."""
+
+    def together(self, steps: Steps) -> Together:
+        """How the devices here run an asynchronous plan."""
+        return Together(steps)
+
+    def flush(self, check: Callable[[], None], position: Position) -> None:
+        """Before minibatches in flight are finished; ``check`` raises what is against it."""
+        check()
+
+    def elsewhere_outputs(self) -> tuple[tuple[str, int], ...]:
+        """Outputs that are in the results of other processes, with their devices."""
+        return ()
 
     def times(self, step: Step) -> tuple[list[int], list[int]]:
         """Start and end of every task in nanoseconds."""
         if step.clock is not None:
             step.clock.write(step.starts, step.ends)
-        return step.starts, step.ends
+        return self.gathered(step.starts, step.ends)
+
+    def gathered(self, starts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
+        """Times of the tasks of all processes from those of the tasks here."""
+        return starts, ends
 
     def close(self) -> None:
         """Nothing to close."""

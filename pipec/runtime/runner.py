@@ -106,8 +106,12 @@ class Runner(Overlapping, Stateful):
         self._backend_name, self._watchdog = backend, watchdog
         self._real = real_devices(devices, backend, plan.devices)
         self._party: Alone = party(self.spec, plan, backend, self._real, mesh, timeout, outputs)
-        with self._party.agreement({"scaler": scaler is not None, "outputs option": outputs}):
+        self._rescheduling, self._delay, self._left = rescheduling, delay, []
+        options = {"scaler": scaler is not None, "outputs option": outputs, "rescheduling": rescheduling}
+        with self._party.agreement(options):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
+            self._weights = [StageWeights(stage) for stage in self.stages]
+            self._flow = self._flow_of(plan)
         self._party.share(self.stages)
         self._plans: dict[tuple[bool, int, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
@@ -116,9 +120,6 @@ class Runner(Overlapping, Stateful):
         self._position = Position(seed)
         self._streams = Streams()
         self.probe: Probe | None = None
-        self._rescheduling, self._delay = rescheduling, delay
-        self._weights = [StageWeights(stage) for stage in self.stages]
-        self._flow, self._left = self._flow_of(plan), []
 
     def _make(
         self, backend: str | Backend | None, watchdog: float | None, optimizer: Any, scaler: Any, hook: Hook | None,

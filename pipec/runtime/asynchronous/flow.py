@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from pipec.errors import Problem, RunError, note, raise_all
 from pipec.ir import Plan
+from pipec.runtime.alone import Alone
 from pipec.runtime.asynchronous import rescheduling as rates
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.device import OverlappedDevice
@@ -18,18 +19,16 @@ from pipec.runtime.asynchronous.part import part
 from pipec.runtime.asynchronous.program import Segment, build_steps
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.asynchronous.result import AsynchronousResult, Finished, result_of
+from pipec.runtime.asynchronous.together import Run
 from pipec.runtime.asynchronous.weights import StageWeights
 from pipec.runtime.asynchronous.window import Flight, Window, flight_of
-from pipec.runtime.channels import Channels
-from pipec.runtime.failure import Failure, annotate
+from pipec.runtime.failure import annotate
 from pipec.runtime.gradients import commit
 from pipec.runtime.program import Op
-from pipec.runtime.randomness import Randomness
+from pipec.runtime.randomness import Position, Randomness
 from pipec.runtime.shared import SharedBuffers
 from pipec.runtime.step import Batch, Probe
 from pipec.spec import Spec
-
-Run = Callable[[list[OverlappedDevice], Sequence[Sequence[Op]], Channels], Failure | None]
 
 
 class Flow:
@@ -43,6 +42,7 @@ class Flow:
     def __init__(
         self, spec: Spec, plan: Plan, weights: Sequence[StageWeights], optimizers: Mapping[int, Optimizer],
         rescheduling: Rescheduling | None = None, delay: TruncatedExponential | None = None,
+        party: Alone | None = None,
     ) -> None:
         self.spec, self.plan, self.weights, self.optimizers = spec, plan, weights, optimizers
         self.steps = build_steps(plan, delay is not None)
@@ -53,7 +53,8 @@ class Flow:
         self.measured: tuple[Segment, list[int], list[int]] | None = None  # the last step's tasks and their times
         self._known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self._devices: list[OverlappedDevice] = []
-        self._channels = Channels(self.steps.routes)
+        self._party = party or Alone()
+        self._together = self._party.together(self.steps)
         self._shared: SharedBuffers | None = None
         for own in weights:
             self.steps.half.check(own, optimizers.get(own.stage.index))
@@ -61,25 +62,38 @@ class Flow:
     @property
     def in_flight(self) -> list[Flight]:
         """Minibatches that were fed and are not finished, oldest first."""
+        return self._flying(min(self.fed, len(self.steps.segments)))
+
+    def _flying(self, step: int) -> list[Flight]:
+        """Those that some stage has still to be updated with when ``step`` of the plan begins."""
         return [] if self.window is None else [
-            flight for flight in self.window.flights
-            if flight is not None and len(flight.updated) < self._updates
+            flight for place, flight in enumerate(self.window.flights)
+            if flight is not None and self.steps.ends[place] >= step
         ]
 
-    @property
-    def _updates(self) -> int:
-        """UPDATEs that a minibatch brings, all stages together."""
-        return sum(1 for stage in self.plan.graph.stages if stage.backward) * self.steps.updates
+    def ready(self) -> None:
+        """Look at parameters and gradients before a minibatch is fed.
+
+        Raises:
+            RunError: they were changed in a way that asynchronous steps cannot live with; nothing is lost then.
+        """
+        if self.window is not None:
+            check_unchanged(self.weights)
+            return
+        for weights in self.weights:
+            weights.begin()
+            weights.history = self._history(weights.stage.index)
+            weights.stage.buffers.refresh()
+            self.steps.half.check(weights, self.optimizers.get(weights.stage.index))
+        check_gradients(self.weights)
 
     def step(self, batch: Batch, random: Randomness, probe: Probe | None, run: Run) -> AsynchronousResult:
-        """Feed one minibatch and run one step of the plan.
+        """Feed one minibatch and run one step of the plan, when it is :meth:`ready`.
 
         Raises:
             BaseException: what a task raised. What was in flight is dropped then.
         """
         packets = batch.packets()
-        if self.window is not None:
-            check_unchanged(self.weights)
         options = {stage: rates.options_of(optimizer) for stage, optimizer in self.optimizers.items()}
         flight = flight_of(batch, random, self.steps.every, options)
         if self.window is None:
@@ -92,17 +106,10 @@ class Flow:
         window.feed(place, flight, packets)
         window.probe = probe
         self.fed += 1
-        segment = self.steps.segments[place]
-        self._run(segment, run)
-        for device in self._devices:  # what arrived for later steps
-            for route in self.steps.routes:
-                if route[1] == device.index:
-                    device.receive(route, segment.sent[route])
-        found = self.pending + window.take(segment.finished)
-        self.pending = []
-        return result_of(self.spec, self.plan.minibatch, found)
+        self.pending += self._run(self.steps.segments[place], place, run)
+        return self.result()
 
-    def drain(self, run: Run) -> tuple[int, ...]:
+    def drain(self, run: Run, position: Position) -> tuple[int, ...]:
         """Run what is left of the minibatches in flight; the next result has what it finished.
 
         Returns:
@@ -113,52 +120,42 @@ class Flow:
         """
         if self.window is None:
             return ()
-        check_unchanged(self.weights)
+        self._party.flush(lambda: check_unchanged(self.weights), position)
         numbers = tuple(flight.number for flight in self.in_flight)
         count = min(self.fed, len(self.steps.segments))
-        segment = self.steps.flush(count)
-        self._run(segment, run)
-        self.pending += self.window.take(segment.finished)
+        self.pending += self._run(self.steps.flush(count), count, run)
         self.drop()
         return numbers
 
     def result(self) -> AsynchronousResult:
         """What was finished since the last result."""
         found, self.pending = self.pending, []
-        return result_of(self.spec, self.plan.minibatch, found)
+        return result_of(self.spec, self.plan.minibatch, found, self._party.elsewhere_outputs())
 
     def measured_part(self) -> tuple[Plan, list[int], list[int]]:
         """The last step's tasks as a plan, and when each began and ended."""
         assert self.measured is not None
         segment, starts, ends = self.measured
+        starts, ends = self._party.gathered(starts, ends)
         rows = np.asarray(sorted(op.task for lane in segment.ops for op in lane), np.int64)
         return part(self.plan, rows), [starts[row] for row in rows.tolist()], [ends[row] for row in rows.tolist()]
 
     def drop(self) -> None:
         """Forget everything in flight."""
         self.window, self.fed, self._devices = None, 0, []
-        self._channels = Channels(self.steps.routes)
+        self._together.drop()
         for weights in self.weights:
             weights.kept, weights.made = {}, None
 
     def _begin(self) -> None:
-        """An empty pipeline: look at the stages anew."""
-        for weights in self.weights:
-            weights.begin()
-            weights.history = self._history(weights.stage.index)
-            weights.stage.buffers.refresh()
-            self.steps.half.check(weights, self.optimizers.get(weights.stage.index))
-        check_gradients(self.weights)
+        """An empty pipeline."""
         for optimizer in self.optimizers.values():  # schedulers step before the first update is there; that is right
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self._shared = SharedBuffers([weights.stage for weights in self.weights], True)
         self.window = Window(self.steps, self.spec, self.weights, self.optimizers, self._update, self.delay)
         self.window.known = self._known
         stages = [weights.stage for weights in self.weights]
-        self._devices = [
-            OverlappedDevice(device, slots, stages, self.window, self._channels)
-            for device, slots in enumerate(self.steps.slots)
-        ]
+        self._devices = self._together.devices(stages, self.window)
 
     def _history(self, stage: int) -> int:
         return 0 if self.delay is None else self.delay.longest + ceil(self.steps.staleness[stage]) + 1
@@ -174,31 +171,40 @@ class Flow:
             for route in device.received:
                 device.received[route] -= self.steps.period[route]
 
-    def _run(self, segment: Segment, run: Run) -> None:
+    def _run(self, segment: Segment, step: int, run: Run) -> list[Finished]:
+        """Run a segment, that of ``step``; what was finished in it."""
         window = self.window
         assert window is not None
-        size = len(self.plan)
+        size, flying = len(self.plan), self._flying(step)
         window.starts, window.ends = [0] * size, [0] * size
-        failure = run(self._devices, segment.ops, self._channels)
-        if failure is None:
-            self.measured = segment, window.starts, window.ends
-            assert self._shared is not None
+
+        def work() -> None:
+            failure = self._together.run(self._devices, segment, run)
             try:
-                self._shared.check()
-            except BaseException:
-                self.drop()
-                raise
-            return
-        told = lost(self.in_flight)
-        self.drop()
-        for weights in self.weights:
-            for parameter in weights.parameters:
-                parameter.grad = None
+                if failure is not None:
+                    raise annotate(failure, self.plan.graph)
+            finally:
+                del failure  # a caught traceback must not keep tensors in a cycle
+            assert self._shared is not None
+            self._shared.check()
+
         try:
-            note(failure.error, told)
-            raise annotate(failure, self.plan.graph)
-        finally:
-            del failure, window  # a caught traceback must not keep tensors in a cycle
+            found = self._together.settle(window, segment, work)
+        except BaseException as error:
+            note(error, lost(flying, self._updates if self._together.whole else None))
+            self.drop()
+            for weights in self.weights:
+                for parameter in weights.parameters:
+                    parameter.grad = None
+            del window
+            raise
+        self.measured = segment, window.starts, window.ends
+        return found
+
+    @property
+    def _updates(self) -> int:
+        """UPDATEs that a minibatch brings, all stages together."""
+        return sum(1 for stage in self.plan.graph.stages if stage.backward) * self.steps.updates
 
     def _update(self, op: Op) -> None:
         """One UPDATE: the gradients of its microbatches become ``.grad``, the optimizer steps, the rule has its say."""
@@ -232,14 +238,20 @@ class Flow:
         return self.rescheduling.factor(weights.updates, float(self.steps.staleness[weights.stage.index]))
 
 
-def lost(flights: Sequence[Flight]) -> str:
-    """Which minibatches a failure loses, and which stages had been updated with them."""
+def lost(flights: Sequence[Flight], updates: int | None) -> str:
+    """Which minibatches a failure loses, and which stages had been updated with them.
+
+    ``updates``: all that a minibatch brings; None where other processes have stages too.
+    """
+    flights = [flight for flight in flights if updates is None or len(flight.updated) < updates]
+    here = "" if updates is not None else "of this rank's stages "
     numbers = ", ".join(str(flight.number) for flight in flights) or "none"
     told = [
         f"{', '.join(dict.fromkeys(flight.updated))} with minibatch {flight.number}"
         for flight in flights if flight.updated
     ]
-    updated = "; updated already: " + "; ".join(told) if told else "; no stage was updated with any of them"
+    none = f"; {'no stage' if not here else 'none of its stages'} was updated with any of them"
+    updated = f"; {here}updated already: " + "; ".join(told) if told else none
     return f"pipec: minibatches in flight are lost: {numbers}{updated if flights else ''}. The next step begins with " \
            "an empty pipeline"
 

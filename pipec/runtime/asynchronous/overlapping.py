@@ -71,7 +71,8 @@ class Overlapping:
             if self._flow is not None:
                 return evolve(self._flow.result(), empty=IDLE)
             found, self._left = self._left, []
-            return evolve(result_of(self.spec, self.plan.minibatch, found), empty=SYNCHRONOUS)
+            elsewhere = self._party.elsewhere_outputs()
+            return evolve(result_of(self.spec, self.plan.minibatch, found, elsewhere), empty=SYNCHRONOUS)
 
     def switch(self, plan: Plan) -> None:
         """Go on with another plan of the same pipeline, on the same weights and optimizers.
@@ -81,12 +82,18 @@ class Overlapping:
         Raises:
             RunError: the plan does not fit; then nothing has changed.
         """
-        with self._alone():
+        made: list[Flow | None] = []
+
+        def check() -> None:
             check_switch(plan, self.plan, self.spec)
             check_places(self._real, self.plan, plan)
-            self._party.switch()
-            flow = self._flow_of(plan)
+            made.append(self._flow_of(plan))
+
+        with self._alone():
+            self._party.switch(plan, check)
+            (flow,) = made
             self._drain()
+            self._party.adopt(plan)
             left = self._left if self._flow is None else self._flow.pending
             if flow is not None:
                 flow.pending, left = left, []
@@ -104,27 +111,37 @@ class Overlapping:
         if not plan.asynchronous:
             return None
         raise_all(f"asynchronous schedule {plan.schedule!r}", refusals(self), RunError)
-        return Flow(self.spec, plan, self._weights, self._updater.per_stage, self._rescheduling, self._delay)
+        return Flow(self.spec, plan, self._weights, self._updater.per_stage, self._rescheduling, self._delay,
+                    self._party)
 
     def _overlap(self, args: Sequence[Any], inputs: dict[str, Any], claim: Claim) -> AsynchronousResult:
         """A step of an asynchronous plan."""
-        flow = self._flow
+        flow, party, position = self._flow, self._party, self._position.pinned()
         assert flow is not None
-        batch = Batch(self.spec, args, inputs, self.plan.minibatch)
-        check_batch(batch, self.plan)
-        if flow.window is None:
-            used = [s.trainable() for s, info in zip(self.stages, self.plan.graph.stages, strict=True) if info.backward]
-            self._updater.check(list({id(p): p for own in used for p in own}.values()))
-            for weights in self._weights:
-                weights.refresh()
-        trained = [weights.parameters for weights in self._weights]
-        check_group_hooks(self.stages, trained)
-        claim.take((p for own in trained for p in own), self.stages)
+
+        def made() -> Batch:
+            batch = Batch(self.spec, args, inputs, self.plan.minibatch, party.inputs_elsewhere(self.stages))
+            check_gradient(batch)
+            check_rows(batch, self.plan)
+            if flow.window is None:
+                infos = zip(self.stages, self.plan.graph.stages, strict=True)
+                used = [stage.trainable() for stage, info in infos if info.backward]
+                self._updater.check(list({id(p): p for own in used for p in own}.values()))
+                for weights in self._weights:
+                    weights.refresh()
+            trained = [weights.parameters for weights in self._weights]
+            check_group_hooks(self.stages, trained)
+            claim.take((p for own in trained for p in own), self.stages)
+            flow.ready()
+            return batch
+
+        batch = party.begin(made, True, position)
+        check_rows(batch, self.plan)  # of all ranks
         watched = modules_are_watched()
         for stage in self.stages:
             anchor_reads(stage, watched)
         with no_kept_casts():
-            random = Randomness(self._streams, self._position.pinned())
+            random = Randomness(self._streams, position)
             result = flow.step(batch, random, self.probe, self._backend.run)
         self._position = self._position.advanced()
         return result
@@ -135,7 +152,7 @@ class Overlapping:
             return ()
         with Claim(self.spec.name) as claim, no_kept_casts():
             claim.take((p for weights in self._weights for p in weights.parameters), self.stages)
-            return self._flow.drain(self._backend.run)
+            return self._flow.drain(self._backend.run, self._position)
 
     # -- to be read and plotted -----------------------------------------------------------------------------
 
@@ -236,22 +253,24 @@ def refusals(run: Any) -> list[Problem]:
         ))
     if run._delay is not None and run._backend_name != "replay":
         problems.append(Problem("delay= is for backend='replay', where every run is repeatable"))
-    if run._backend_name not in (None, "threads", "replay"):
+    if run._party.backend is None and run._backend_name not in (None, "threads", "replay"):
         problems.append(Problem(f"backend={run._backend_name!r} runs synchronous plans; use 'threads' or 'replay'"))
     if run._real is not None:
         problems.append(Problem("asynchronous plans run on the CPU so far; leave devices= out"))
-    if run._party.backend is not None:
-        problems.append(Problem("distributed runs take synchronous plans; run this one in one process"))
     return problems
 
 
-def check_batch(batch: Batch, plan: Plan) -> None:
-    """Raise RunError for a minibatch that cannot be fed; nothing is lost then."""
+def check_rows(batch: Batch, plan: Plan) -> None:
+    """Raise RunError for a minibatch that has too few rows to be fed; nothing is lost then."""
     if batch.microbatches < plan.minibatch:
         raise RunError(
             f"the minibatch has {batch.rows} rows, fewer than its {plan.minibatch} microbatches; in an asynchronous "
             "plan every minibatch has as many. Leave it out (drop_last=True), or compile with fewer microbatches"
         )
+
+
+def check_gradient(batch: Batch) -> None:
+    """Raise RunError for inputs that require a gradient."""
     given = [
         item.name for item, value in zip(batch.spec.inputs, batch.values, strict=True)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(value)[0])

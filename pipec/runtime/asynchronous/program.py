@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from pipec.errors import RunError
 from pipec.ir import Buffer, Kind, Plan
-from pipec.periods import Periods, Rows, periods
+from pipec.periods import Periods, Rows, minibatch_of, periods
 from pipec.rules import find_rule, newest_by_row
 from pipec.rules.base import READERS
 from pipec.runtime.asynchronous.rules import Delays, Half, half_of
@@ -91,6 +91,7 @@ class Steps:
     routes: tuple[Route, ...]
     period: dict[Route, int]  # hand-overs per steady step, by route
     every: int  # backwards per update
+    ends: tuple[int, ...]  # per minibatch the step of its last UPDATE, or as many as there are minibatches: the flush
     _made: tuple[Op, ...]
     _periods: Periods
     _flushes: dict[int, Segment] = field(factory=dict)
@@ -161,7 +162,8 @@ def build_steps(plan: Plan, delayed: bool = False) -> Steps:
     period = {route: sum(op.kind is Kind.COPY and op.route == route for row in steady.ops for op in row)
               for route in sent}
     return Steps(plan, half, delays, staleness, tuple(segments), _readings(plan, half, delayed), _keeps(plan),
-                 tuple(own.size for own in slots), tuple(sorted(sent)), period, plan.update_every, ops, made)
+                 tuple(own.size for own in slots), tuple(sorted(sent)), period, plan.update_every, _ends(plan, made),
+                 ops, made)
 
 
 def _segment(
@@ -184,6 +186,13 @@ def _last_steps(plan: Plan, made: Periods) -> Rows:
     rows = np.isin(table.kind, READERS)
     np.maximum.at(last, table.microbatch[rows], made.step[rows])
     return last
+
+
+def _ends(plan: Plan, made: Periods) -> tuple[int, ...]:
+    """Per minibatch the step of its last UPDATE."""
+    rows, last = plan.table.kind == Kind.UPDATE, np.full(plan.minibatches, -1, np.int64)
+    np.maximum.at(last, minibatch_of(plan)[rows], made.step[rows])
+    return tuple(last.tolist())
 
 
 def _delays(plan: Plan) -> tuple[tuple[Delays, ...], tuple[Fraction, ...]]:

@@ -84,10 +84,12 @@ class Finished:
     share: Fraction
 
 
-def result_of(spec: Spec, microbatches: int, finished: Sequence[Finished]) -> AsynchronousResult:
-    """The result of the finished microbatches, in their order."""
+def result_of(
+    spec: Spec, microbatches: int, finished: Sequence[Finished], elsewhere: tuple[tuple[str, int], ...] = ()
+) -> AsynchronousResult:
+    """The result of the finished microbatches, in their order; ``elsewhere``: outputs that are in others' results."""
     if not finished:
-        return AsynchronousResult({}, {}, microbatches)
+        return AsynchronousResult({}, {}, microbatches, elsewhere=elsewhere)
     share = sum((item.share for item in finished), Fraction(0))
     losses = {}
     for index, loss in enumerate(spec.losses):
@@ -98,10 +100,10 @@ def result_of(spec: Spec, microbatches: int, finished: Sequence[Finished]) -> As
         losses[loss.name] = total if share == 1 or total is None else total / float(share)
     outputs = {
         out.name: joined_output(out, [item.outputs[index] for item in finished])
-        for index, out in enumerate(spec.outputs)
+        for index, out in enumerate(spec.outputs) if out.name not in dict(elsewhere)
     }
     each = {loss.name: tuple(item.losses[index] for item in finished) for index, loss in enumerate(spec.losses)}
     return AsynchronousResult(
-        losses, outputs, microbatches, finished=tuple((item.minibatch, item.microbatch) for item in finished),
-        microbatch_losses=each,
+        losses, outputs, microbatches, elsewhere=elsewhere, microbatch_losses=each,
+        finished=tuple((item.minibatch, item.microbatch) for item in finished),
     )

@@ -35,7 +35,8 @@ class Flight:
         weights: per loss and microbatch the factor of its loss in the minibatch's.
         seeds: the same for its gradient, where an update takes fewer backwards than a minibatch.
         options: per stage what its optimizer's groups said when the minibatch was fed.
-        updated: names of the stages that were updated with it, in order.
+        updated: names of the stages of this process that were updated with it, in order.
+        rows: of every microbatch, None where no input is split.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Flight:
     shares: list[Fraction]
     options: Mapping[int, list[dict[str, Any]]]
     updated: list[str]
+    rows: Sequence[int] | None = None
 
 
 def flight_of(batch: Batch, random: Randomness, every: int, options: Mapping[int, list[dict[str, Any]]]) -> Flight:
@@ -59,7 +61,7 @@ def flight_of(batch: Batch, random: Randomness, every: int, options: Mapping[int
             own = [weight * rows / group for weight, group in zip(own, groups, strict=True)]
         seeds.append(own)
     shares = [Fraction(part, rows) for part in parts]
-    return Flight(random.position.step, random, batch.weights, seeds, shares, options, [])
+    return Flight(random.position.step, random, batch.weights, seeds, shares, options, [], batch.parts)
 
 
 class Window:

@@ -97,9 +97,13 @@ def same_call(table: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
         raise RankError(text, two)
 
 
+FLUSH = 2.0  # in the column that says whether a call trains
+
+
 def where_of(table: Sequence[Sequence[float]]) -> list[str]:
     """Per rank, in words, the call and the step that it is in, from the table of :func:`same_call`."""
-    return [f"{'' if row[2] else 'evaluate() before '}step {row[7]:.0f}" for row in table]
+    words = ("evaluate() before step", "step", "a flush before step")
+    return [f"{words[int(row[2])]} {row[7]:.0f}" for row in table]
 
 
 def rows_of(

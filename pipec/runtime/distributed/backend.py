@@ -14,17 +14,15 @@ from pipec.runtime.distributed.channels import Message, RankChannels
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure, describe, told
-from pipec.runtime.program import Op, Program, Route
+from pipec.runtime.program import Op, Route
 
 
-class RankDevice(Device):
-    """A device that notes where it stands."""
+class Standing:
+    """The part of a device that notes where it stands."""
 
-    __slots__ = ("_at", "_watch")
-
-    def __init__(self, watch: Watch, *args: Any) -> None:
-        self._watch = watch
-        super().__init__(*args)
+    __slots__ = ()
+    _at: Op | None
+    _watch: Watch
 
     @property
     def at(self) -> Op | None:
@@ -32,8 +30,18 @@ class RankDevice(Device):
 
     @at.setter
     def at(self, op: Op | None) -> None:
-        self._at: Op | None = op
+        self._at = op  # type: ignore[misc]  # a slot of the classes that have this part
         self._watch.at(-1 if op is None else op.task)
+
+
+class RankDevice(Standing, Device):
+    """A device that notes where it stands."""
+
+    __slots__ = ("_at", "_watch")
+
+    def __init__(self, watch: Watch, *args: Any) -> None:
+        self._watch = watch
+        super().__init__(*args)
 
 
 @frozen(eq=False)
@@ -44,10 +52,10 @@ class Traffic:
     outgoing: dict[int, list[Message]]
 
 
-def traffic(plan: Plan, program: Program, me: int) -> Traffic:
-    """What the rank of device ``me`` receives and sends."""
+def traffic(plan: Plan, ops: Sequence[Sequence[Op]], me: int) -> Traffic:
+    """What the rank of device ``me`` receives and sends when all devices run their ``ops``."""
     made = Traffic({}, {})
-    for row in program.ops:
+    for row in ops:
         for op in row:
             if op.kind is Kind.COPY and me in op.route:
                 source, target = op.route

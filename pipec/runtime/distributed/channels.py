@@ -15,7 +15,7 @@ import ctypes
 import pickle
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -118,14 +118,17 @@ class RankChannels:
     def __init__(
         self, group: Any, rank: int, incoming: dict[int, list[Message]], outgoing: dict[int, list[Message]],
         frames: dict[Key, Frame], forms: Sequence[Any] | None, timeout: float, device: torch.device, lost: Lost,
+        received: Mapping[Route, int] | None = None,
     ) -> None:
         """``frames``: what both sides expect, from the last step; ``forms``: what the shapes in every microbatch or
-        slice depend on; ``lost`` words the error about a silent rank."""
+        slice depend on; ``lost`` words the error about a silent rank; ``received``: by route, how many messages
+        came before."""
         self._group, self._rank, self._device, self._lost = group, rank, device, lost
         self._in = {peer: Link(peer, messages) for peer, messages in incoming.items()}
         self._out = {peer: Link(peer, messages) for peer, messages in outgoing.items()}
         self._frames, self._forms = frames, forms
         self._envelopes: dict[Frame, list[Envelope]] = {}  # those that no send is using
+        self._before = received or {}
         self._soonest = -1  # the first task whose message this rank has made no room for
         self.learned: dict[Key, Frame] = {}
         self._timeout = timedelta(seconds=timeout)
@@ -221,6 +224,10 @@ class RankChannels:
         self._take(buffers, link, message)
         self.learned[self._key(message)] = frame
         return message.op.slot, self._opened(frame, buffers)
+
+    def left(self) -> list[tuple[Route, int]]:
+        """By route how many messages no task has asked for yet."""
+        return [((link.peer, self._rank), len(link.messages) - link.at) for link in self._in.values()]
 
     def _take(self, buffers: Sequence[Tensor], link: Link, message: Message) -> None:
         self._wait([self._group.recv([b], link.peer, FOLLOWING) for b in buffers], link, message)
@@ -351,7 +358,7 @@ class RankChannels:
         for op in ops:
             for route, count in op.receives:
                 link = self._in[route[0]]
-                while link.at < count:
+                while link.at < count - self._before.get(route, 0):
                     self._next(link)
             if op.route[0] == self._rank:
                 link = self._out[op.route[1]]
@@ -361,6 +368,9 @@ class RankChannels:
                     expected = self._frames.get(self._key(message))
                     self._unfilled(link, message, expected, FAILED, len(blob))
                     self._send(link, blob, FOLLOWING)
+        for link in self._in.values():
+            while link.at < len(link.messages):
+                self._next(link)
         self.finish()
 
     def farewell(self, failure: tuple[Any, ...]) -> None:

@@ -18,9 +18,9 @@ from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.failure import describe, told
 from pipec.runtime.program import Op
 
-BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE = range(6)
-CALLS = ("the start of step(), evaluate() or forward()", "the end of its tasks", "the end of its step",
-         "its gradient scaler", "clip_grad_norm_", "save() or load()")
+BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE, SWITCH = range(7)
+CALLS = ("the start of step(), evaluate(), forward() or flush()", "the end of its tasks", "the end of its step",
+         "its gradient scaler", "clip_grad_norm_", "save() or load()", "switch()")
 UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
 FIXED = 9  # numbers of a row before those per loss
 
@@ -47,14 +47,16 @@ class Council:
         if self.broken:
             raise RankError("the ranks have lost each other in an earlier call; start the processes again")
 
-    def table(self, call: int, values: Sequence[float], failure: BaseException | None) -> list[list[float]]:
-        """Everybody's row of one exchange.
+    def table(
+        self, call: int, values: Sequence[float], failure: BaseException | None, width: int = 0
+    ) -> list[list[float]]:
+        """Everybody's row of one exchange, ``width`` numbers where that is more than usual.
 
         Raises:
             RankError: a rank is at another call, or another one failed.
         """
         row = [float(call), float(failure is not None), *values]
-        row += [0.0] * (self._width - len(row))
+        row += [0.0] * (max(self._width, width) - len(row))
         size = len(self._ranks)
         try:
             table = exchange(self._group, row, size, self._me, self._timeout)

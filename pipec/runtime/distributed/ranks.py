@@ -13,23 +13,22 @@ from attrs import evolve
 from torch import Tensor
 
 from pipec.errors import RunError
-from pipec.ir import TO_HOST, Plan
-from pipec.runtime import names, saving
-from pipec.runtime.alone import Alone, Path
+from pipec.ir import Plan
+from pipec.runtime.asynchronous.program import Steps
 from pipec.runtime.backends import Backend
-from pipec.runtime.distributed.agree import compare, lengths_of, rows_of, same_call, summary, where_of
+from pipec.runtime.distributed.agree import FLUSH, compare, lengths_of, rows_of, same_call, summary, where_of
 from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
-from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, NORM, SAVE, SETTLE, Council
+from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, SETTLE, SWITCH, Council
+from pipec.runtime.distributed.fit import check_plan, check_successor
 from pipec.runtime.distributed.group import gather_objects, make_groups, same_everywhere
+from pipec.runtime.distributed.held import Held
 from pipec.runtime.distributed.local import (
     check_inputs,
-    check_wrappers,
-    elsewhere_of,
     local_spec,
-    owners_of,
     tied_parameters,
 )
+from pipec.runtime.distributed.overlap import RankTogether
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
 from pipec.runtime.distributed.sample import check_samples, sample_of
@@ -38,16 +37,15 @@ from pipec.runtime.distributed.wire import Frame
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import told
 from pipec.runtime.gradients import shared_parameters
-from pipec.runtime.program import Op, Program
+from pipec.runtime.program import Op, Program, Route
 from pipec.runtime.randomness import Position
 from pipec.runtime.result import Result
 from pipec.runtime.stages import Stage
 from pipec.runtime.step import Batch, Step
 from pipec.spec import Spec
-from pipec.verify.flow import issue_deadlock
 
 
-class Ranks(Alone):
+class Ranks(Held):
     """One process per device; this one runs the list of ``place.device``.
 
     Args:
@@ -60,41 +58,23 @@ class Ranks(Alone):
     def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
         if outputs not in ("owner", "all"):
             raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
-        hosted = plan.table.value[plan.table.gradient == TO_HOST]
-        held = {plan.graph.values[value].name for value in hosted.tolist()}
-        if held:
-            raise RunError(
-                f"skip(hold='host') of {', '.join(map(repr, sorted(held)))}: values wait in host memory in runs of one "
-                "process only; leave hold= out, and compile again"
-            )
-        if plan.asynchronous:
-            raise RunError(
-                f"schedule {plan.schedule!r} is asynchronous; asynchronous plans run in one process so far: give "
-                "backend='threads', or choose a synchronous schedule for several"
-            )
-        story = issue_deadlock(plan)
-        if story is not None:
-            raise RunError(f"the plan does not run over several processes: {story}")
-        self._devices = [plan.stage_device(stage) for stage in range(len(spec.stages))]
-        self._tied = tied_parameters(spec, self._devices)
-        if self._tied and plan.update_early:
-            names = " and ".join(f"{spec.stages[s].name!r} (as {name!r})" for s, name in self._tied[0].users)
-            raise RunError(f"stages {names} share a parameter, which must wait for the gradients of all, but the plan "
-                           "was compiled with update_early=True; compile without it")
-        self._spec, self._plan, self._timeout, self._outputs = spec, plan, timeout, outputs
-        self._groups = make_groups(plan, mesh, plan.data_parallel, timeout)
-        self.place = place = self._groups.place
+        self.homes = [plan.stage_device(stage) for stage in range(len(spec.stages))]
+        self._tied = tied_parameters(spec, self.homes)
+        check_plan(spec, plan, self._tied)
+        self.spec, self.outputs, self._plan, self._timeout = spec, outputs, plan, timeout
+        self.groups = make_groups(plan, mesh, plan.data_parallel, timeout)
+        self.place = place = self.groups.place
         self.device, self.replica = place.device, place.replica
         self.me = place.everyone.index(dist.get_rank())
-        name = gather_objects(self._groups.everyone, f"{time_ns()}", len(place.everyone))[0]
-        self._watch = Watch(name, self.me, len(place.everyone))
+        name = gather_objects(self.groups.everyone, f"{time_ns()}", len(place.everyone))[0]
+        self.watch = Watch(name, self.me, len(place.everyone))
         self.backend = RankBackend(place.ranks[place.replica], place.device)
         self._traffic: dict[int, tuple[Program, Traffic]] = {}
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
         self._closed = False
         losses = len(spec.losses)
         width = FIXED + max(LOSS_WIDTH * losses, losses + len(spec.inputs))
-        self._council = Council(self._groups, self._watch, plan, width, timeout)
+        self._council = Council(self.groups, self.watch, plan, width, timeout)
         self._reducer: Reducer | None = None
 
     # -- before the first step ------------------------------------------------------------------------------
@@ -122,27 +102,27 @@ class Ranks(Alone):
             raise
 
     def _agree(self, failure: BaseException | None, options: dict[str, Any]) -> None:
-        own = {"failed": told(failure)} if failure is not None else summary(self._spec, self._plan, options)
-        rows = gather_objects(self._groups.everyone, own, len(self.place.everyone))
+        own = {"failed": told(failure)} if failure is not None else summary(self.spec, self._plan, options)
+        rows = gather_objects(self.groups.everyone, own, len(self.place.everyone))
         compare(rows, self.place.everyone, dist.get_rank())
 
     def share(self, stages: Sequence[Stage]) -> None:
         """Give parameters that several ranks hold the values of one: shared ones, and those of all replicas."""
         place = self.place
         for one in self._tied:
-            owner = place.ranks[self.replica][self._devices[one.stages[0]]]
-            same_everywhere(one.parameter, self._groups.pipeline, owner)
-        if self._groups.replicas is not None:
+            owner = place.ranks[self.replica][self.homes[one.stages[0]]]
+            same_everywhere(one.parameter, self.groups.pipeline, owner)
+        if self.groups.replicas is not None:
             held = {id(t): t for stage in stages for _, t in stage.named_parameters()}
             held |= {id(t): t for stage in stages for module in stage.modules for t in module.buffers()}
             for tensor in held.values():
-                same_everywhere(tensor, self._groups.replicas, place.ranks[0][self.device])
+                same_everywhere(tensor, self.groups.replicas, place.ranks[0][self.device])
 
     def trained(self, stages: Sequence[Stage]) -> list[list[Tensor]]:
         """Of other ranks' stages the shared parameters that are held here too."""
         made = [stage.trainable() for stage in stages]
         here = {id(parameter) for own in made for parameter in own}
-        for number, device in enumerate(self._devices):
+        for number, device in enumerate(self.homes):
             if device != self.device:
                 made[number] = [t.parameter for t in self._tied if number in t.stages and id(t.parameter) in here]
         return made
@@ -166,7 +146,7 @@ class Ranks(Alone):
     def inputs_elsewhere(self, stages: Sequence[Stage]) -> list[int]:
         """Inputs that no stage of this rank reads; they may be left out here."""
         here = {index for stage in stages if stage.fn is not None for index in stage.inputs}
-        return [index for index in range(len(self._spec.inputs)) if index not in here]
+        return [index for index in range(len(self.spec.inputs)) if index not in here]
 
     def position(self, position: Position) -> Position:
         """The random numbers of this replica: each draws its own, the first as one process would."""
@@ -188,30 +168,32 @@ class Ranks(Alone):
         failure: BaseException | None = None
         seed = position.seed or 0
         row = [float(training), 0.0, -1.0, float(seed >> 32), float(seed & 0xFFFFFFFF), float(position.step), -1.0]
-        counts, samples = [0.0] * len(self._spec.losses), [0.0] * len(self._spec.inputs)
+        counts, samples = [0.0] * len(self.spec.losses), [0.0] * len(self.spec.inputs)
         try:
             batch = make()
-            check_inputs(self._spec, batch.values)
-            row[1:3] = [float(self._plan.microbatches), -1.0 if batch.rows is None else float(batch.rows)]
+            check_inputs(self.spec, batch.values)
+            if self._plan.asynchronous and training:  # every rank hands back every loss
+                batch.wanted_losses = set(range(len(counts)))
+            row[1:3] = [float(self._plan.minibatch), -1.0 if batch.rows is None else float(batch.rows)]
             row[6] = -1.0 if batch.length is None else float(batch.length)
             counts, samples = batch.counts, [float(sample_of(value)) for value in batch.values]
         except BaseException as error:
             failure = error
-        self._watch.begin()
+        self.watch.begin()
         table = self._council.table(BEGIN, [*row, *counts, *samples], failure)
         if failure is not None:
             raise failure
         same_call(table, self.place.everyone)
-        rows = rows_of(table, self.place.ranks, self._plan.microbatches)
+        rows = rows_of(table, self.place.ranks, self._plan.minibatch)
         length = lengths_of(table, self.place.ranks, self._plan.slices)[self.replica]
-        check_samples(table, FIXED + len(counts), self._spec, self.place.ranks, where_of(table))
+        check_samples(table, FIXED + len(counts), self.spec, self.place.ranks, where_of(table))
         total = sum(max(r or 0, 0) for r in rows) if all(r is not None for r in rows) else None
         first = [table[n * self.place.devices : (n + 1) * self.place.devices] for n in range(self.place.replicas)]
         counts = [
             sum(max(own[FIXED + index] for own in block) for block in first) for index in range(len(counts))
         ]
-        batch.measure(self._plan.microbatches, rows[self.replica], total, counts, length, self.place.replicas)
-        self._watch.runs(batch.microbatches, training)
+        batch.measure(self._plan.minibatch, rows[self.replica], total, counts, length, self.place.replicas)
+        self.watch.runs(batch.microbatches, training)
         return batch
 
     def devices(
@@ -219,17 +201,23 @@ class Ranks(Alone):
     ) -> tuple[list[Device], Any]:
         """This rank's device, and its channels."""
         if id(program) not in self._traffic:
-            self._traffic[id(program)] = program, traffic(plan, program, self.device)
+            self._traffic[id(program)] = program, traffic(plan, program.ops, self.device)
         own = self._traffic[id(program)][1]
-        self._council.at = plan
         self._reducer = None
         if plan.training and (self._tied or self.place.replicas > 1):
-            self._reducer = Reducer(self._groups, self._tied, self._devices, step.accumulators, self._timeout)
-        channels = RankChannels(
-            self._groups.pipeline, self.device, own.incoming, own.outgoing, self._frames[plan.training],
-            step.batch.forms, self._timeout, torch.device("cpu"), self._council.lost,
+            self._reducer = Reducer(self.groups, self._tied, self.homes, step.accumulators, self._timeout)
+        channels = self.channels(plan, own, step.batch.forms)
+        return [RankDevice(self.watch, self.device, program.slots[self.device], stages, step, channels)], channels
+
+    def channels(
+        self, plan: Plan, own: Traffic, forms: Sequence[Any] | None, received: dict[Route, int] | None = None
+    ) -> RankChannels:
+        """The channels of this rank during one run of its tasks of ``plan``."""
+        self._council.at = plan
+        return RankChannels(
+            self.groups.pipeline, self.device, own.incoming, own.outgoing, self._frames[plan.training], forms,
+            self._timeout, torch.device("cpu"), self._council.lost, received,
         )
-        return [RankDevice(self._watch, self.device, program.slots[self.device], stages, step, channels)], channels
 
     def settle(self, step: Step, channels: RankChannels, work: Callable[[], None]) -> Result:
         """Run this rank's tasks; losses and outputs when every rank has come to its end.
@@ -238,36 +226,58 @@ class Ranks(Alone):
             RankError: another rank failed.
             BaseException: what a task raised here.
         """
-        failure: BaseException | None = None
-        row: list[float] = [0.0] * LOSS_WIDTH * len(self._spec.losses)
-        try:
+        def row() -> list[float]:
             work()
-            row = loss_row(step, self._council.at, self.device)
+            return loss_row(step, self._council.at, self.device)
+
+        table = self.ended(lambda: channels, row, step.plan.training)
+        replica = table[self.replica * self.place.devices : (self.replica + 1) * self.place.devices]
+        outputs = None
+        if self.outputs == "all":
+            group = self.groups.pipeline
+            outputs = lambda own: gather_objects(group, own, self.place.devices)  # noqa: E731
+        return gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
+                               [row[FIXED:] for row in replica], outputs)
+
+    def ended(
+        self, channels: Callable[[], RankChannels | None], work: Callable[[], list[float]], training: bool,
+        width: int = 0,
+    ) -> list[list[float]]:
+        """Do this rank's part, and come to its end with all others: everybody's row of at least ``width`` numbers.
+
+        Args:
+            channels: those that ``work`` used.
+            work: gives the numbers of this rank's row behind the first ``FIXED``.
+
+        Raises:
+            RankError: another rank failed.
+            BaseException: what ``work`` raised here.
+        """
+        failure: BaseException | None = None
+        row: list[float] = []
+        try:
+            row = work()
         except BaseException as error:
             failure = error
-        if channels.broken is not None:
+        used = channels()
+        if used is not None and used.broken is not None:
             self._council.broken = True
-            raise failure or channels.broken
+            raise failure or used.broken
         try:
-            table = self._council.table(SETTLE, [0.0] * (FIXED - 2) + row, failure)
+            table = self._council.table(SETTLE, [0.0] * (FIXED - 2) + row, failure, width)
             if failure is not None:
                 raise failure
         except BaseException:
-            self._frames[step.plan.training].clear()
+            self._frames[training].clear()
             if self._reducer is not None and not self._council.broken:
                 self._reducer.finish(discard=True)
             raise
         finally:
             del failure  # this frame is in its traceback: a cycle
-        self._frames[step.plan.training].update(channels.learned)
-        replica = table[self.replica * self.place.devices : (self.replica + 1) * self.place.devices]
-        outputs = None
-        if self._outputs == "all":
-            group = self._groups.pipeline
-            outputs = lambda own: gather_objects(group, own, self.place.devices)  # noqa: E731
-        self._council.settled = not step.plan.training
-        return gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
-                               [row[FIXED:] for row in replica], outputs)
+        if used is not None:
+            self._frames[training].update(used.learned)
+        self._council.settled = not training or self._plan.asynchronous
+        return table
 
     def updates(self, program: Program) -> Sequence[Sequence[Op]]:
         """The UPDATE tasks per device; the one of all stages runs on every rank, each on its own parameters."""
@@ -303,16 +313,11 @@ class Ranks(Alone):
         """Whether ``flag`` is true on any rank."""
         return any(row[2] > 0 for row in self._council.table(ANYWHERE, [float(flag)], None))
 
-    def gather(self, value: Any, call: int) -> list[Any]:
-        """Every device's object of this replica."""
-        self._council.table(call, [], None)
-        return gather_objects(self._groups.pipeline, value, self.place.devices)
-
-    def times(self, step: Step) -> tuple[list[int], list[int]]:
+    def gathered(self, starts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
         """Start and end of every task on every device, on this rank's clock as far as the hosts' clocks agree."""
         shift = time_ns() - perf_counter_ns()
-        rows = gather_objects(self._groups.pipeline, (shift, step.starts, step.ends), self.place.devices)
-        starts, ends = list(step.starts), list(step.ends)
+        rows = gather_objects(self.groups.pipeline, (shift, starts, ends), self.place.devices)
+        starts, ends = list(starts), list(ends)
         for other_shift, own_starts, own_ends in rows:
             move = other_shift - shift if abs(other_shift - shift) > 1_000_000 else 0  # one host: one clock
             for task, (start, end) in enumerate(zip(own_starts, own_ends, strict=True)):
@@ -320,75 +325,57 @@ class Ranks(Alone):
                     starts[task], ends[task] = start + move, end + move
         return starts, ends
 
-    def owners(self, stages: Sequence[Stage], model: names.Model | None) -> list[names.Owner]:
-        """Shared parameters have the names of their stages on other ranks too."""
-        check_wrappers(stages)
-        return owners_of(stages, model, self._tied, [device == self.device for device in self._devices])
+    def switch(self, plan: Plan, check: Callable[[], None]) -> None:
+        """Raise RunError when another plan cannot take the place of this one, on any rank."""
+        def own() -> None:
+            check()
+            check_plan(self.spec, plan, self._tied)
+            check_successor(self.spec, plan, self._plan)
 
-    def elsewhere(self, spec: Spec, stages: Sequence[Stage]) -> set[int]:
-        """What stages of other ranks hold, as far as this process has made it too."""
-        return elsewhere_of(spec, stages)
+        self._council.ready()
+        self._told(own, SWITCH)
+        rows = gather_objects(self.groups.everyone, summary(self.spec, plan, {}), len(self.place.everyone))
+        compare(rows, self.place.everyone, dist.get_rank())
 
-    def save(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
-        """The first replica writes, each rank what its stages hold."""
-        flat, rest = saving.taken_apart(self._told(state))
-        rest = saving.merged(gather_objects(self._groups.pipeline, rest, self.place.devices))
-        self._told(lambda: saving.write(path, flat, rest, self._groups.pipeline) if self.replica == 0 else None)
+    def adopt(self, plan: Plan) -> None:
+        """Go on with another plan."""
+        self._plan, self._traffic = plan, {}
+        for frames in self._frames.values():
+            frames.clear()
 
-    def load(
-        self, path: Path, owners: Sequence[names.Owner], elsewhere: set[int], restore: Callable[[dict[str, Any]], None]
-    ) -> None:
-        """Every rank reads what its stages need."""
-        state = self._told(lambda: saving.read(path, names.named(owners)))
-        known = {name for name, value in names.live(owners).items() if id(value) not in elsewhere}
-        groups = state["optimizer"]["groups"]
-        state["model"] = {name: value for name, value in state["model"].items() if name in names.live(owners)}
-        state["optimizer"]["groups"] = [
-            {**group, "names": kept} for group in groups if (kept := [n for n in group["names"] if n in known])
-        ]
-        self._told(lambda: restore(state))
+    def together(self, steps: Steps) -> RankTogether:
+        """This rank's part in an asynchronous plan."""
+        return RankTogether(steps, self)
 
-    def _told(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` gives; when it fails on one rank, it fails on all."""
+    def flush(self, check: Callable[[], None], position: Position) -> None:
+        """Before minibatches in flight are finished: every rank is about to, and can.
+
+        Raises:
+            RankError: another rank is at another call, or cannot.
+            BaseException: what ``check`` raised.
+        """
+        self._council.ready()
         failure: BaseException | None = None
-        made = None
         try:
-            made = work()
+            check()
         except BaseException as error:
             failure = error
-        self._council.table(SAVE, [], failure)
+        self.watch.begin()
+        table = self._council.table(BEGIN, [FLUSH, *[0.0] * 4, float(position.step)], failure)
         if failure is not None:
             raise failure
-        return made
+        same_call(table, self.place.everyone)
 
-    def switch(self) -> None:
-        raise RunError("over several ranks a runner keeps its plan; make another runner on the same modules")
-
-    def norm(self, stages: Sequence[Stage], norm_type: float) -> Tensor:
-        """The norm of the gradients of all stages: every parameter once, in the order of one process."""
-        order: dict[int, tuple[int, int]] = {}
-        for number, stage in enumerate(stages):
-            for place, (_, parameter) in enumerate(stage.named_parameters()):
-                order.setdefault(id(parameter), (number, place))
-        for one in self._tied:  # counted where one process meets it first
-            if id(one.parameter) in order:
-                order[id(one.parameter)] = (one.stages[0], one.place)
-        own = {
-            order[id(p)]: torch.linalg.vector_norm(p.grad, norm_type)
-            for stage in stages for _, p in stage.named_parameters() if p.grad is not None
-        }
-        found: dict[tuple[int, int], Tensor] = {}
-        for part in self.gather(own, NORM):
-            found |= part
-        if not found:
-            return torch.zeros(())
-        norms = torch.stack([found[key] for key in sorted(found)])
-        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        return total
+    def elsewhere_outputs(self) -> tuple[tuple[str, int], ...]:
+        """Outputs that are in the results of other ranks, with their devices."""
+        if self.outputs == "all":
+            return ()
+        placed = [(out.name, self.homes[out.ref.index]) for out in self.spec.outputs]
+        return tuple((name, device) for name, device in placed if device != self.device)
 
     def close(self) -> None:
         """Leave the groups."""
         if not self._closed:
             self._closed = True
-            self._watch.close()
-            self._groups.close()
+            self.watch.close()
+            self.groups.close()

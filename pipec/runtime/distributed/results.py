@@ -21,11 +21,26 @@ def loss_row(step: Step, plan: Plan, device: int) -> list[float]:
     row: list[float] = []
     for index, loss in enumerate(step.batch.spec.losses):
         if index in step.wanted_losses and plan.stage_device(loss.home) == device:
-            total: Tensor = total_loss(step.losses[index], step.batch.weights[index])
-            row += [1.0 + DTYPES.index(total.dtype), float(total)]
+            row += loss_numbers(total_loss(step.losses[index], step.batch.weights[index]))
         else:
-            row += [0.0, 0.0]
+            row += loss_numbers(None)
     return row
+
+
+def loss_numbers(loss: Tensor | None) -> list[float]:
+    """A loss as numbers; None for one of another rank."""
+    return [0.0, 0.0] if loss is None else [1.0 + DTYPES.index(loss.dtype), float(loss)]
+
+
+def loss_from(rows: Sequence[Sequence[float]], index: int) -> Tensor | None:
+    """A loss from everybody's rows of numbers: those of all replicas added up; None where nobody has computed it."""
+    found = [row[LOSS_WIDTH * index : LOSS_WIDTH * (index + 1)] for row in rows]
+    total = None
+    for kind, value in found:
+        if kind:
+            part = torch.tensor(value, dtype=DTYPES[int(kind) - 1])
+            total = part if total is None else total + part
+    return total
 
 
 def gathered_result(
@@ -41,12 +56,8 @@ def gathered_result(
     spec = step.batch.spec
     losses: dict[str, Any] = {}
     for index, loss in enumerate(spec.losses):
-        found = [row[LOSS_WIDTH * index : LOSS_WIDTH * (index + 1)] for row in table]
-        values = [torch.tensor(value, dtype=DTYPES[int(kind) - 1]) for kind, value in found if kind]
-        if values:
-            total = values[0]
-            for value in values[1:]:
-                total = total + value
+        total = loss_from(table, index)
+        if total is not None:
             losses[loss.name] = total
     here = {
         out.name: joined_output(out, values, step.batch.slices)

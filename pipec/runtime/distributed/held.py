@@ -1,0 +1,101 @@
+"""What ranks hold together: names, checkpoints of all their parts, and the norm of all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.runtime import names, saving
+from pipec.runtime.alone import Alone, Path
+from pipec.runtime.distributed.council import NORM, SAVE, Council
+from pipec.runtime.distributed.group import Groups, Place, gather_objects
+from pipec.runtime.distributed.local import Tied, check_wrappers, elsewhere_of, owners_of
+from pipec.runtime.stages import Stage
+from pipec.spec import Spec
+
+
+class Held(Alone):
+    """The part of :class:`pipec.runtime.distributed.ranks.Ranks` that knows of other ranks' parameters.
+
+    Attributes:
+        homes: the device of every stage.
+    """
+
+    groups: Groups
+    place: Place
+    device: int
+    replica: int
+    homes: list[int]
+    _tied: list[Tied]
+    _council: Council
+
+    def gather(self, value: Any, call: int) -> list[Any]:
+        """Every device's object of this replica."""
+        self._council.table(call, [], None)
+        return gather_objects(self.groups.pipeline, value, self.place.devices)
+
+    def owners(self, stages: Sequence[Stage], model: names.Model | None) -> list[names.Owner]:
+        """Shared parameters have the names of their stages on other ranks too."""
+        check_wrappers(stages)
+        return owners_of(stages, model, self._tied, [device == self.device for device in self.homes])
+
+    def elsewhere(self, spec: Spec, stages: Sequence[Stage]) -> set[int]:
+        """What stages of other ranks hold, as far as this process has made it too."""
+        return elsewhere_of(spec, stages)
+
+    def save(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
+        """The first replica writes, each rank what its stages hold."""
+        flat, rest = saving.taken_apart(self._told(state))
+        rest = saving.merged(gather_objects(self.groups.pipeline, rest, self.place.devices))
+        self._told(lambda: saving.write(path, flat, rest, self.groups.pipeline) if self.replica == 0 else None)
+
+    def load(
+        self, path: Path, owners: Sequence[names.Owner], elsewhere: set[int], restore: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Every rank reads what its stages need."""
+        state = self._told(lambda: saving.read(path, names.named(owners)))
+        known = {name for name, value in names.live(owners).items() if id(value) not in elsewhere}
+        groups = state["optimizer"]["groups"]
+        state["model"] = {name: value for name, value in state["model"].items() if name in names.live(owners)}
+        state["optimizer"]["groups"] = [
+            {**group, "names": kept} for group in groups if (kept := [n for n in group["names"] if n in known])
+        ]
+        self._told(lambda: restore(state))
+
+    def _told(self, work: Callable[[], Any], call: int = SAVE) -> Any:
+        """What ``work`` gives; when it fails on one rank, it fails on all."""
+        failure: BaseException | None = None
+        made = None
+        try:
+            made = work()
+        except BaseException as error:
+            failure = error
+        self._council.table(call, [], failure)
+        if failure is not None:
+            raise failure
+        return made
+
+    def norm(self, stages: Sequence[Stage], norm_type: float) -> Tensor:
+        """The norm of the gradients of all stages: every parameter once, in the order of one process."""
+        order: dict[int, tuple[int, int]] = {}
+        for number, stage in enumerate(stages):
+            for place, (_, parameter) in enumerate(stage.named_parameters()):
+                order.setdefault(id(parameter), (number, place))
+        for one in self._tied:  # counted where one process meets it first
+            if id(one.parameter) in order:
+                order[id(one.parameter)] = (one.stages[0], one.place)
+        own = {
+            order[id(p)]: torch.linalg.vector_norm(p.grad, norm_type)
+            for stage in stages for _, p in stage.named_parameters() if p.grad is not None
+        }
+        found: dict[tuple[int, int], Tensor] = {}
+        for part in self.gather(own, NORM):
+            found |= part
+        if not found:
+            return torch.zeros(())
+        norms = torch.stack([found[key] for key in sorted(found)])
+        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        return total
