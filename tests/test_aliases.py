@@ -63,6 +63,39 @@ def test_a_copy_may_be_written_into(passing: Any) -> None:
     assert pipec.check(through(nn.Flatten(), nn.ReLU(inplace=True), skip=False), data(), devices=3, microbatches=2)
 
 
+@pytest.mark.parametrize("backend", ["threads", "replay"])
+@pytest.mark.parametrize("passing", [nn.Flatten(), nn.Identity()])
+def test_writing_into_a_view_of_an_input(passing: nn.Module, backend: str) -> None:
+    """A residual from the input to the end: in the uncut model it is of what was written."""
+    write = nn.ReLU(inplace=True)
+
+    def net(reader: str) -> pipec.Pipeline:
+        torch.manual_seed(0)
+        net = pipec.Pipeline("net")
+        x, y = net.input("x"), net.input("y")
+        first = net.stage("passing", passing, x)
+        if reader == "first":  # the writer reads the input and another stage the view of it
+            b = net.stage("write", write, x)
+            made = net.stage("join", torch.add, net.stage("last", linear(), b), first)
+        else:
+            b = net.stage("write", write if reader == "join" else lambda h, x: write(h) + x, first,
+                          *([] if reader == "join" else [x]))
+            made = net.stage("join", torch.add, net.stage("last", linear(), b), x if reader == "join" else b)
+        net.loss("mse", F.mse_loss, made, y)
+        return net
+
+    for reader, told in (
+        ("join", "into 'passing'; that shares memory with 'x', which stage 'join' reads later"),
+        ("itself", "into 'passing'; that shares memory with 'x', which it reads as well"),
+        ("first", "into 'x'; that shares memory with 'passing', which stage 'join' reads later"),
+    ):
+        refused = pytest.raises(pipec.RunError, match=f"'write' writes in place {told}")
+        with runner(net(reader), 2, 2, backend=backend) as run, refused:
+            run.step(**data())
+        with refused:
+            pipec.reference(net(reader), 2).step(**data())
+
+
 def halves(h: Tensor) -> tuple[Tensor, Tensor]:
     return h[:, :4], h[:, 4:]
 

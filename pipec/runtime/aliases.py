@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pipec.runtime.stages import Stage
     from pipec.spec import Spec
 
-Node = tuple[int, int]  # value, leaf of it; an output of the pipeline is the value -1 - its index
+# Value, leaf of it. An output of the pipeline is the value -1 - its index, an input its index after all values.
+Node = tuple[int, int]
 
 
 class Aliases:
@@ -42,7 +43,8 @@ class Aliases:
     def learn(self, stage: Stage, packets: Sequence[Any], out: Any) -> None:
         """From a run on ``packets``, the stage's own copies of what it read, that gave ``out``."""
         read = [
-            ((port, number), leaf) for port, packet in zip(stage.reads, packets, strict=False)
+            ((value, number), leaf)
+            for value, packet in zip(stage.read_values, packets, strict=True) if value is not None
             for number, leaf in _tensors(packet.leaves if isinstance(packet, Packed) else [packet])
         ]
         results = [*stage.gives, *((-1 - index, path) for index, path in stage.outputs)]
@@ -80,20 +82,22 @@ def check_aliases(stages: Sequence[Stage], spec: Spec) -> None:
 
 
 def _check(stages: Sequence[Stage], spec: Spec) -> None:
-    values = spec.graph.values
+    graph = spec.graph
+    called = [*(value.name for value in graph.values), *(item.name for item in graph.inputs)]
+    read_by = [*(value.readers for value in graph.values), *(item.readers for item in graph.inputs)]
     same: dict[Node, set[Node]] = {}  # by what stages before have made
     for stage in stages:
         for node in sorted(stage.aliases.written):
             for value, leaf in sorted(same.get(node, ())):
-                readers = [r for r in values[value].readers if r >= stage.index] if value >= 0 else []
+                readers = [r for r in read_by[value] if r >= stage.index] if value >= 0 else []
                 if (value, leaf) == node or not (readers or value < 0):
                     continue
                 if value < 0:
                     told = f"the output {spec.outputs[-1 - value].name!r}, which the caller is given"
-                    raise _refused(stage, values[node[0]].name, told)
+                    raise _refused(stage, called[node[0]], told)
                 who = "it reads as well" if stage.index in readers else f"stage {stages[readers[0]].name!r} reads later"
-                link = "another part of it, which" if value == node[0] else f"{values[value].name!r}, which"
-                raise _refused(stage, values[node[0]].name, f"{link} {who}")
+                link = "another part of it, which" if value == node[0] else f"{called[value]!r}, which"
+                raise _refused(stage, called[node[0]], f"{link} {who}")
         for one, other in stage.aliases.pairs:
             joined = same.get(one, {one}) | same.get(other, {other})
             for node in joined:

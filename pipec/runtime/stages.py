@@ -119,6 +119,10 @@ class Stage:
         self._sources = [spec.graph.values[port].name for port in self.reads]
         self._sources += ["carry"] if self.carry else []
         self._sources += [spec.inputs[index].name for index in self.inputs]
+        first_input = len(spec.graph.values)
+        self.read_values: tuple[int | None, ...] = (  # as nodes of aliases; what is carried is none
+            *self.reads, *(None,) * self.carry, *(first_input + index for index in self.inputs)
+        )
         self._contested = contested(spec, index, self.reads, self.inputs)
         if self.carry:
             self._contested.insert(len(self.reads), None)
