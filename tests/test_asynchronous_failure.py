@@ -12,9 +12,11 @@ import pytest
 import torch
 from declared import Dense
 from models import same
-from test_asynchronous_runs import SCHEDULES, batches, runner, stages, state
-from torch import Tensor
+from test_asynchronous_runs import SCHEDULES, WIDTH, batches, runner, stages, state
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+import pipec
 
 # -- failures ----------------------------------------------------------------------------------------------------
 
@@ -84,6 +86,136 @@ def test_a_failed_update_names_the_stage_and_clears_gradients() -> None:
         assert run.flush().finished
 
 
+class Norm(nn.Module):
+    """Batch norm that fails where it is told, and knows its statistics after any number of microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.seen: dict[int, Tensor] = {}
+        self.fuse = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note()
+        out: Tensor = self.norm(self.linear(x))
+        self.note()
+        self.fuse -= 1
+        if self.fuse == 0:
+            raise ValueError("after the statistics have moved")
+        return Late.apply(out, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def note(self) -> None:
+        assert self.norm.running_mean is not None
+        self.seen.setdefault(self.count(), self.norm.running_mean.clone())  # a RECOMPUTE comes later
+
+    def count(self) -> int:
+        assert self.norm.num_batches_tracked is not None
+        return int(self.norm.num_batches_tracked)
+
+
+class Late(torch.autograd.Function):
+    """Counts backwards too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Norm) -> Tensor:
+        ctx.owner = owner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.owner.fuse -= 1
+        if ctx.owner.fuse == 0:
+            raise ValueError("in the middle of the backward")
+        return gradients[0], None
+
+
+def train(run: pipec.Runner, given: list[Any]) -> None:
+    for batch in given:
+        run.step(**batch)
+
+
+@pytest.mark.parametrize("backend", ["replay", "threads"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_statistics_are_those_of_the_updates_after_a_failure(name: str, recompute: str, backend: str) -> None:
+    """Every stage has the buffers that the microbatches of its updates left, wherever the task failed."""
+    for stage, fuse in ((0, 1), (1, 3), (2, 4), (2, 9)):
+        torch.manual_seed(0)
+        modules = [Norm() for _ in range(3)]
+        with runner([*modules], SCHEDULES[name], recompute=recompute, backend=backend) as run:
+            given = batches(9)
+            train(run, given[:6])
+            modules[stage].fuse = fuse
+            with pytest.raises(ValueError, match=r"after the statistics|in the middle"):
+                train(run, given[6:])
+            for module, weights in zip(modules, run._weights, strict=True):
+                assert module.count() == weights.updates * run.plan.update_every > 0
+                assert torch.equal(module.norm.running_mean, module.seen[module.count()])  # type: ignore[arg-type]
+            train(run, given[:2])
+            run.flush()
+            assert len({module.count() - weights.updates * run.plan.update_every
+                        for module, weights in zip(modules, run._weights, strict=True)}) == 1
+
+
+def test_statistics_that_another_stage_may_be_moving_are_left_alone() -> None:
+    """A stage that only holds a module puts none of its buffers back."""
+    norm = nn.BatchNorm1d(WIDTH)
+
+    class Holds(Fails):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+
+    class Uses(Dense):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return norm(super().forward(x))  # type: ignore[no-any-return]
+
+    for parameter in norm.parameters():
+        parameter.requires_grad_(False)
+    modules = [Uses(), Dense(), Holds()]
+    with runner([*modules], "pipedream", 1) as run:
+        for batch in batches(5):
+            run.step(**batch)
+        modules[2].fuse = 1
+        with pytest.raises(ValueError, match="the stage failed"):
+            run.step(**batches(1)[0])
+        assert norm.num_batches_tracked == run._weights[0].updates
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipemare"])
+def test_every_minibatch_is_finished_or_lost(schedule: str) -> None:
+    """What a failed step had finished comes with the next result, bit-equal to what it would have been."""
+    late = 0
+    with runner(stages(), schedule, 1) as plain:
+        results = [plain.step(**batch) for batch in batches(8)] + [plain.flush()]
+    losses = [loss for result in results for loss in result.microbatch_losses.get("loss", ())]
+    for stage in range(3):
+        modules: list[Any] = [Fails() for _ in range(3)]
+        for module, other in zip(modules, stages(), strict=True):
+            module.load_state_dict(other.state_dict())
+        with runner(modules, schedule, 1) as run:
+            found = [run.step(**batch) for batch in batches(7)]
+            modules[stage].fuse = 1
+            with pytest.raises(ValueError, match="the stage failed") as caught:
+                run.step(**batches(8)[-1])
+            last = run.flush()
+        late += len(last.finished)
+        lost = re.search(r"lost: ([\d, ]+)", caught.value.__notes__[0])
+        assert lost is not None
+        numbers = [k for result in [*found, last] for k in result.minibatches]
+        gone = [int(number) for number in lost[1].split(",")]
+        assert sorted({*numbers, *gone}) == list(range(8))
+        # in pipemare the last update comes with the step after the last backward, whose loss is told already
+        assert len({*numbers} & {*gone}) <= (schedule == "pipemare")
+        assert same([loss for result in [*found, last] for loss in result.microbatch_losses.get("loss", ())],
+                    losses[: len(numbers)])
+    assert (late > 0) == (schedule == "pipedream")
+
+
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +274,7 @@ def test_a_failure_keeps_no_tensor() -> None:
             modules[2].fuse = 2
             with pytest.raises(ValueError, match="the stage failed"):
                 run.step(**batches(1)[0])
+            assert run.flush().finished  # by the failed step
             states = sum(len(own) for made in run.optimizers.values() for own in made.state.values())
             assert tensors() - before == states
         finally:

@@ -134,6 +134,14 @@ class BufferKeeper:
             if tensor is SAME:
                 _write(source, copy)
 
+    def go_back(self, marks: list[Mark]) -> None:
+        """Put what was marked back, tensors and values, except what only another stage uses."""
+        others = self.shared - self.used
+        for number, ((owner, name), (source, copy)) in enumerate(zip(self.places, marks, strict=True)):
+            if number not in others:
+                owner[name] = source
+                _write(source, copy)
+
     def originals(self) -> list[Any]:
         """The tensors that stand in the module now."""
         return [owner[name] for owner, name in self.places]

@@ -48,6 +48,8 @@ class OverlappedDevice(Device):
     def forward(self, op: Op) -> None:
         """FORWARD with the weights that the plan and its rule say."""
         step, weights = self.step, self.step.weights[op.stage]
+        if op.stage in step.statistics.marks:
+            step.statistics.mark(op.stage, op.microbatch)
         reading: Reading = step.readings[op.task]
         back = step.delayed(op, weights)
         leaves = step.half.forward(

@@ -192,10 +192,7 @@ class Flow:
             found = self._together.settle(window, segment, work)
         except BaseException as error:
             note(error, lost(flying, self._updates if self._together.whole else None))
-            self.drop()
-            for weights in self.weights:
-                for parameter in weights.parameters:
-                    parameter.grad = None
+            self._fail(window)
             del window
             raise
         self.measured = segment, window.starts, window.ends
@@ -205,6 +202,19 @@ class Flow:
     def _updates(self) -> int:
         """UPDATEs that a minibatch brings, all stages together."""
         return sum(1 for stage in self.plan.graph.stages if stage.backward) * self.steps.updates
+
+    def _fail(self, window: Window) -> None:
+        """Drop what is in flight and leave every stage as its last UPDATE did, buffers included.
+
+        What was finished comes with the next result; over several processes, where losses are elsewhere, it does not.
+        """
+        if self._together.whole:
+            self.pending += window.take(window.finished(self._updates))
+        window.statistics.put_back()
+        self.drop()
+        for weights in self.weights:
+            for parameter in weights.parameters:
+                parameter.grad = None
 
     def _update(self, op: Op) -> None:
         """One UPDATE: the gradients of its microbatches become ``.grad``, the optimizer steps, the rule has its say."""
@@ -230,6 +240,7 @@ class Flow:
                     for parameter in group["params"]:
                         parameter.grad = None
         weights.advanced()
+        window.statistics.updated(op.stage, op.microbatch)
         flight.updated.append(weights.stage.name)
 
     def _factor(self, weights: StageWeights) -> float:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.program import Steps
 from pipec.runtime.asynchronous.result import Finished
+from pipec.runtime.asynchronous.statistics import Statistics
 from pipec.runtime.asynchronous.weights import StageWeights
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.program import Op
@@ -83,6 +84,7 @@ class Window:
         self.snapshots: dict[tuple[int, int], Any] = {}
         self.drawn: dict[tuple[int, int], Any] = {}
         self.sums: dict[tuple[int, int], Accumulator] = {}
+        self.statistics = Statistics((own.stage for own in weights), steps.every)
         self.known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self.stood_in: set[int] = set()
         self.probe: Probe | None = None
@@ -110,6 +112,7 @@ class Window:
         self.snapshots = {(stage, m - by): marks for (stage, m), marks in self.snapshots.items()}
         self.drawn = {(stage, m - by): states for (stage, m), states in self.drawn.items()}
         self.sums = {(stage, update - updates): own for (stage, update), own in self.sums.items()}
+        self.statistics.shift(updates)
         for weights in self.weights:
             weights.shift(updates)
 
@@ -126,6 +129,11 @@ class Window:
                 for row in rows:
                     row[m] = None
         return found
+
+    def finished(self, updates: int) -> list[int]:
+        """Microbatches not taken yet of minibatches that have had all their ``updates``."""
+        whole = [flight is not None and len(flight.updated) == updates for flight in self.flights]
+        return [m for m, loss in enumerate(self.losses[0]) if loss is not None and whole[m // self.minibatch]]
 
     def flight(self, microbatch: int) -> Flight:
         """The minibatch that a microbatch belongs to."""
