@@ -143,13 +143,19 @@ def test_dropout_masks_are_those_of_a_synchronous_run() -> None:
 def test_saved_and_resumed_mid_run(name: str) -> None:
     given = batches(8)
     how = {"rescheduling": pipec.Rescheduling(steps=20), "optimizer": adam}
-    mine = stages(dropout=0.3)
+    mine, flushed = stages(dropout=0.3), stages(dropout=0.3)
+    with runner(flushed, SCHEDULES[name], **how) as run:  # never saved, drained at the same place
+        results = [run.step(**batch) for batch in given[:4]] + [run.flush()]
+        drained = run.checkpoint()
+        results += [run.step(**batch) for batch in given[4:]] + [run.flush()]
+        assert [pair for own in results for pair in own.finished] == [(k, m) for k in range(8) for m in range(3)]
     with runner(mine, SCHEDULES[name], **how) as run:
         for batch in given[:4]:
             run.step(**batch)
         saved = io.BytesIO()
         torch.save(run.checkpoint(), saved)
         assert run.in_flight == ()
+        assert same(run.checkpoint(), drained)
         finished = [item for batch in given[4:] for item in run.step(**batch).finished] + list(run.flush().finished)
         assert finished[-1] == (7, 2)
     saved.seek(0)
@@ -163,6 +169,7 @@ def test_saved_and_resumed_mid_run(name: str) -> None:
         last = run.flush()
     assert last.finished[-1] == (7, 2)
     assert same(state(mine), state(again))
+    assert same(state(mine), state(flushed))
 
 
 def test_evaluation_drains_first_and_says_so() -> None:

@@ -7,6 +7,7 @@ so an order by slot keeps what tasks need for any graph, and it repeats exactly:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 from attrs import evolve, frozen
 
@@ -75,9 +76,12 @@ def by_slot(problem: Problem, slots: Slots, every: int | None = None) -> list[li
     """
     every = every or problem.minibatch
     if problem.minibatch % every:
+        whole = lcm(every, problem.minibatch)
         raise ScheduleError(
             f"updates come every {every} backwards, which does not divide the {problem.minibatch} microbatches of a "
-            "minibatch; every step would end in the middle of an update"
+            "minibatch; every step would end in the middle of an update. Feed "
+            f"{whole // problem.minibatch} minibatches as one of {whole} microbatches, or let every= be a divisor of "
+            f"{problem.minibatch}"
         )
     backward, forward, update = slots.ranks
     lists = []
