@@ -8,6 +8,7 @@ from pipec.ir import Kind, Lane, Plan, Task
 from pipec.lazy import lazy
 from pipec.render import draw
 from pipec.runtime.asynchronous.delays import TruncatedExponential
+from pipec.runtime.asynchronous.reads import WeightsRead
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.batchnorm import deferred_batch_norm
 from pipec.runtime.check import check
@@ -36,6 +37,6 @@ __all__ = [
     "Costs", "Delayed", "Kind", "Lane", "LiveWeights", "Nesterov", "PipeDream", "PipeDream2BW", "PipeMare",
     "PipecError", "Pipeline", "Plan", "PlanError", "Predicted", "RankError", "RenderError", "Rescheduling", "Result",
     "RunError", "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline",
-    "TruncatedExponential", "activations", "chain", "check", "compile", "deferred_batch_norm", "draw", "lazy",
-    "parse_schedule", "profile", "reference", "schedules", "skip", "torch_csv",
+    "TruncatedExponential", "WeightsRead", "activations", "chain", "check", "compile", "deferred_batch_norm", "draw",
+    "lazy", "parse_schedule", "profile", "reference", "schedules", "skip", "torch_csv",
 ]

@@ -55,6 +55,8 @@ class OverlappedDevice(Device):
         leaves = step.half.forward(
             weights, reading.version - back, reading.ahead + back, step.optimizers.get(op.stage)
         )
+        if step.on_read is not None:
+            step.tell(op, leaves, reading.version - back)
         self._with(weights, leaves, reading, super().forward, op)
 
     def recompute(self, op: Op) -> None:
@@ -65,6 +67,8 @@ class OverlappedDevice(Device):
         leaves = step.half.recompute(
             weights, reading.version - back, reading.ahead + back, step.optimizers.get(op.stage)
         )
+        if step.on_read is not None:
+            step.tell(op, leaves, reading.version - back)
         self._with(weights, leaves, reading, super().recompute, op)
 
     def _with(self, weights: StageWeights, leaves: Leaves, reading: Reading, run: Any, op: Op) -> None:
@@ -159,6 +163,8 @@ class OverlappedDevice(Device):
         if roots and wanted:
             if tape.saved is not None:
                 tape.saved.give = step.half.backward(weights, reading.version)
+            if step.on_read is not None:
+                step.tell(op, tape.weights, reading.version, None if tape.saved is None else tape.saved.give)
             with step.random.task(op.stage, op.microbatch, Purpose.BACKWARD):
                 found = gradients(roots, seeds, wanted)
         step.add_gradients(op.stage, op.microbatch, found[inputs:])

@@ -17,6 +17,7 @@ from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.device import OverlappedDevice
 from pipec.runtime.asynchronous.part import part
 from pipec.runtime.asynchronous.program import Segment, build_steps
+from pipec.runtime.asynchronous.reads import OnRead
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.asynchronous.result import AsynchronousResult, Finished, result_of
 from pipec.runtime.asynchronous.together import Run
@@ -36,7 +37,8 @@ class Flow:
 
     Attributes:
         fed: minibatches since the last flush.
-        pending: microbatches that a flush in between finished, for the next result.
+        on_read: called with the weights that each task reads.
+        pending: microbatches that a flush in between, or a step that failed, finished, for the next result.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Flow:
         self.rescheduling, self.delay = rescheduling, delay
         self.window: Window | None = None
         self.fed = 0
+        self.on_read: OnRead | None = None
         self.pending: list[Finished] = []
         self.measured: tuple[Segment, list[int], list[int]] | None = None  # the last step's tasks and their times
         self._known: list[dict[Any, set[Any]]] = [{} for _ in weights]
@@ -176,6 +179,7 @@ class Flow:
         window = self.window
         assert window is not None
         size, flying = len(self.plan), self._flying(step)
+        window.on_read = self.on_read
         window.starts, window.ends = [0] * size, [0] * size
 
         def work() -> None:

@@ -16,6 +16,7 @@ from pipec.runtime import names
 from pipec.runtime.alone import Alone
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.flow import Flow
+from pipec.runtime.asynchronous.reads import OnRead
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.asynchronous.result import IDLE, SYNCHRONOUS, AsynchronousResult, Finished, result_of
 from pipec.runtime.asynchronous.weights import StageWeights, named
@@ -55,6 +56,7 @@ class Overlapping:
     _watchdog: float | None
     _real: list[torch.device] | None
     _plans: dict[tuple[bool, int, int], Any]
+    _on_read: OnRead | None = None
 
     if TYPE_CHECKING:
         def _alone(self) -> AbstractContextManager[None]: ...
@@ -111,8 +113,10 @@ class Overlapping:
         if not plan.asynchronous:
             return None
         raise_all(f"asynchronous schedule {plan.schedule!r}", refusals(self), RunError)
-        return Flow(self.spec, plan, self._weights, self._updater.per_stage, self._rescheduling, self._delay,
+        flow = Flow(self.spec, plan, self._weights, self._updater.per_stage, self._rescheduling, self._delay,
                     self._party)
+        flow.on_read = self._on_read
+        return flow
 
     def _overlap(self, args: Sequence[Any], inputs: dict[str, Any], claim: Claim) -> AsynchronousResult:
         """A step of an asynchronous plan."""
@@ -155,6 +159,20 @@ class Overlapping:
             return self._flow.drain(self._backend.run, self._position)
 
     # -- to be read and plotted -----------------------------------------------------------------------------
+
+    def watch_weights(self, on_read: OnRead | None) -> None:
+        """Have ``on_read`` called with a :class:`pipec.WeightsRead` by every FORWARD, RECOMPUTE and BACKWARD of
+        asynchronous plans, in the thread that runs the task; None ends it. What it raises is a failure of the task.
+
+        Raises:
+            RunError: ``on_read`` cannot be called.
+        """
+        if on_read is not None and not callable(on_read):
+            raise RunError(f"watch_weights takes a function of a pipec.WeightsRead, or None; got {on_read!r}")
+        with self._alone():
+            self._on_read = on_read
+            if self._flow is not None:
+                self._flow.on_read = on_read
 
     @property
     def in_flight(self) -> tuple[int, ...]:

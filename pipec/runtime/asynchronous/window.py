@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.program import Steps
+from pipec.runtime.asynchronous.reads import OnRead, WeightsRead, version_of
 from pipec.runtime.asynchronous.result import Finished
 from pipec.runtime.asynchronous.statistics import Statistics
-from pipec.runtime.asynchronous.weights import StageWeights
+from pipec.runtime.asynchronous.weights import Leaves, StageWeights
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.program import Op
 from pipec.runtime.randomness import Purpose, Randomness, Stream
@@ -88,6 +89,7 @@ class Window:
         self.known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self.stood_in: set[int] = set()
         self.probe: Probe | None = None
+        self.on_read: OnRead | None = None
         self.input_gradients: list[Any] = []
         self.starts: list[int] = []
         self.ends: list[int] = []
@@ -179,6 +181,17 @@ class Window:
         position = self.flight(op.microbatch).random.position
         drawn = self._delay.draw(position, op.stage, op.microbatch % self.minibatch)
         return max(0, min(drawn, version - oldest))
+
+    def tell(self, op: Op, leaves: Leaves, declared: int, give: Callable[[int], Tensor] | None = None) -> None:
+        """Tell who looks on what a task reads: what ``give`` makes of the ``declared`` version, or ``leaves``."""
+        weights, on_read = self.weights[op.stage], self.on_read
+        assert on_read is not None
+        version = declared if give is not None else version_of(weights, leaves, declared)
+        read = leaves.tensors.__getitem__ if give is None else give
+        on_read(WeightsRead(
+            op.kind, weights.stage.name, self.flight(op.microbatch).number, op.microbatch % self.minibatch,
+            weights.version - version, {name: read(index).detach() for index, name in enumerate(weights.names)},
+        ))
 
     def update(self, op: Op) -> None:
         """UPDATE of a stage."""
