@@ -204,7 +204,7 @@ def test_every_minibatch_is_finished_or_lost(schedule: str) -> None:
                 run.step(**batches(8)[-1])
             last = run.flush()
         late += len(last.finished)
-        lost = re.search(r"lost: ([\d, ]+)", caught.value.__notes__[0])
+        lost = re.search(r"lost: ([\d, ]+)", "\n".join(caught.value.__notes__))
         assert lost is not None
         numbers = [k for result in [*found, last] for k in result.minibatches]
         gone = [int(number) for number in lost[1].split(",")]
