@@ -386,6 +386,40 @@ def test_a_rank_that_hangs_is_named_after_the_timeout() -> None:
     assert "rank 1 stands at stage 'b', microbatch 1, FORWARD (1F1) on device 1" in told[1]
 
 
+def chain_of_misses(rank: int) -> list[int]:
+    """Notes of three ranks, kept in one process: 1 has ended as it missed 2, whom nobody held up."""
+    from pipec.runtime.distributed.watch import Watch
+
+    watches = [Watch(f"test {rank}", me, 3) for me in range(3)]
+    for watch in watches:
+        watch.meet()
+        watch.hide()
+    watches[1].misses(2)
+    found = [watches[0].first_missed(place) for place in (1, 2)]
+    watches[2].misses(1)  # each names the other: the one that is missed here
+    found += [watches[0].first_missed(1), watches[2].first_missed(1)]
+    for watch in watches:
+        watch.close()
+    return found
+
+
+def test_a_rank_that_ended_for_another_is_not_blamed(crew2: Any) -> None:
+    assert crew2(chain_of_misses) == [[2, 2, 2, 1]] * 2
+
+
+def all_killed(rank: int) -> None:
+    net = chain(2)
+    with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
+        run.step(**data())
+        kill()
+
+
+def test_ranks_that_are_all_killed_leave_nothing() -> None:
+    with crew(2) as made:
+        assert made.answers(all_killed) == [("gone", -9)] * 2
+        assert left_behind(made) == []
+
+
 def test_nothing_is_left_behind(crew2: Any) -> None:
     """A runner's file goes with it."""
     crew2(doomed, "value", 0, 1000, False, 2, 20.0)

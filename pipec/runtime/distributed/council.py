@@ -96,6 +96,10 @@ class Council:
     def _missing(self, rank: int, what: str, error: BaseException) -> RankError:
         everyone = self._ranks
         late = "imed out" in str(error)
+        if rank in everyone and not late:
+            place = self._watch.first_missed(everyone.index(rank))
+            self._watch.misses(place)
+            rank = everyone[place]
 
         def tell() -> str:
             verb = f"has not answered for {self._timeout:g} s" if late else "has ended"
@@ -107,8 +111,6 @@ class Council:
             return "\n".join(lines)
 
         first, text = self._watch.culprit(rank, tell)
-        if first in everyone and not late:
-            self._watch.forget(everyone.index(first))
         return RankError(text, first)
 
     def _stand(self, number: int) -> str:

@@ -97,6 +97,9 @@ class Ranks(Held):
                 self._agree(error, options)
                 raise
             self._agree(None, options)
+            self.watch.meet()
+            gather_objects(self.groups.everyone, None, len(self.place.everyone))
+            self.watch.hide()
         except BaseException:
             self.close()
             raise

@@ -1,9 +1,10 @@
 """Where every rank stands: for the error when one is gone or does not answer.
 
 A rank notes the task it is at in a few bytes of a file that is mapped into memory, so that it costs nothing and
-outlives the process; ranks of the same host read it there. Once a second a thread puts the same into
-torch.distributed's store for ranks on other hosts. The first rank that misses another names it in the store, so that
-those who lose their connection only because of that name the right one.
+outlives the process; ranks of the same host map it too. The file has lost its name by then, so that nothing stays
+behind, however all of them end. Once a second a thread puts the same into
+torch.distributed's store for ranks on other hosts. A rank that misses another says so in the store and in its note, so
+that those who lose their connection only because of that name the right one; the store may be gone with its process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 import torch.distributed as dist
 
 BEAT = 1.0  # seconds between two notes in the store
-RECORD = struct.Struct("3q")  # call, task (-1: between tasks), microbatches of the call; negative in evaluation
+RECORD = struct.Struct("4q")  # call, task (-1: between tasks), microbatches of the call (negative in evaluation), and
+# which rank, counted from 1, this one has given up because it misses that
 
 
 class Watch:
@@ -45,6 +47,7 @@ class Watch:
         self._map = mmap.mmap(number, mmap.PAGESIZE)
         os.close(number)
         self._note = memoryview(self._map).cast("q")
+        self._notes: dict[int, mmap.mmap] = {}  # of other ranks on this host
         self.call = 0
         self.at(-1)
         self._store.set(f"where/{me}", pickle.dumps((socket.gethostname(), self._path)))
@@ -53,6 +56,20 @@ class Watch:
         threading.Thread(
             target=_beat, args=(self._store, me, self._map, self._end), name=f"pipec watch {me}", daemon=True
         ).start()
+
+    def meet(self) -> None:
+        """Map the notes of ranks on this host, when all have made theirs."""
+        for rank in range(self.size):
+            with contextlib.suppress(RuntimeError, OSError, ValueError):
+                host, path = pickle.loads(self._store.get(f"where/{rank}"))
+                if host == socket.gethostname():
+                    with open(path, "rb") as file:
+                        self._notes[rank] = mmap.mmap(file.fileno(), RECORD.size, access=mmap.ACCESS_READ)
+
+    def hide(self) -> None:
+        """Remove the name of this rank's file, when all have met."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
 
     def at(self, task: int) -> None:
         """This rank begins ``task``; -1: it has none."""
@@ -69,23 +86,31 @@ class Watch:
 
     def where(self, rank: int) -> tuple[int, int, int] | None:
         """The note of a rank, None when it cannot be had."""
-        try:
-            host, path = pickle.loads(self._store.get(f"where/{rank}"))
-            if host == socket.gethostname():
-                with open(path, "rb") as file:
-                    return RECORD.unpack(file.read(RECORD.size))
+        note = self._read(rank)
+        return None if note is None else (note[0], note[1], note[2])
+
+    def _read(self, rank: int) -> tuple[int, int, int, int] | None:
+        if rank in self._notes:
+            return RECORD.unpack(self._notes[rank][: RECORD.size])
+        with contextlib.suppress(RuntimeError, struct.error):
             if self._store.check([f"at/{rank}"]):
                 return RECORD.unpack(self._store.get(f"at/{rank}"))
-        except (RuntimeError, OSError, struct.error):
-            return None
         return None
 
-    def forget(self, rank: int) -> None:
-        """Remove the file of a rank that is gone, if it is on this host."""
-        with contextlib.suppress(RuntimeError, OSError):
-            host, path = pickle.loads(self._store.get(f"where/{rank}"))
-            if host == socket.gethostname():
-                os.unlink(path)
+    def misses(self, rank: int) -> None:
+        """This rank gives up because ``rank`` has ended."""
+        self._note[3] = rank + 1
+
+    def first_missed(self, rank: int) -> int:
+        """``rank`` has ended: because it misses another, that one, and so on."""
+        seen = {self.me}
+        while rank not in seen:
+            seen.add(rank)
+            note = self._read(rank)
+            if note is None or not note[3] or note[3] - 1 in seen:
+                break
+            rank = note[3] - 1
+        return rank
 
     def culprit(self, rank: int, tell: Callable[[], str]) -> tuple[int, str]:
         """The rank that was missed first, and what was said about it; ``rank`` if nobody missed another before."""
