@@ -94,12 +94,54 @@ def test_reference_and_asynchronous_steps_claim_too() -> None:
     assert not marked(first)
 
 
-def test_evaluation_beside_a_step_and_steps_on_other_modules_are_free() -> None:
+def test_evaluation_in_eval_mode_beside_a_step_and_steps_on_other_modules_are_free() -> None:
     first, apart = models.chain(3), models.chain(3)
     second = other(first, "second")
+    for stage in first.spec.stages:
+        stage.fn.eval()  # type: ignore[union-attr]
     for net, call in ((second, "evaluate"), (apart, "step")):
         with pipec.Runner(net, pipec.compile(net, 2, 2), backend="replay") as run:
             around_a_step(lambda run=run, call=call: getattr(run, call)(**models.data()), first)
+
+
+@pytest.mark.parametrize("how", ["evaluate", "forward"])
+def test_evaluation_that_would_switch_the_modules_of_a_step_is_refused(how: str) -> None:
+    first = models.chain(3)
+    second = other(first, "second")
+    given = models.data() if how == "evaluate" else {"x": models.data()["x"]}
+    with pipec.Runner(second, pipec.compile(second, 2, 2), backend="replay") as run:
+        with pytest.raises(pipec.RunError, match=r"'second' cannot evaluate now: a step of .* and uses s0\.[.\w]+ too"):
+            around_a_step(lambda: getattr(run, how)(**given), first)
+        assert all(m.training for stage in first.spec.stages for m in stage.fn.modules())  # type: ignore[union-attr]
+        assert not marked(first)
+        getattr(run, how)(**given)
+        assert not marked(first)
+
+
+def test_nothing_runs_on_modules_that_an_evaluation_has_switched() -> None:
+    first = models.chain(3)
+    second, third = other(first, "second"), other(first, "third")
+    refused: list[str] = []
+
+    def hook(module: torch.nn.Module, *_: Any) -> None:
+        for call in (run.step, run.evaluate):
+            with torch.enable_grad(), pytest.raises(
+                pipec.RunError, match="now: an evaluation of pipeline 'third' is running"
+            ) as error:
+                call(**models.data())
+            refused.append(str(error.value).split(" now")[0])
+        assert not module.training
+
+    module: Any = first.spec.stages[0].fn
+    with pipec.Runner(second, pipec.compile(second, 2, 2), backend="replay") as run, pipec.Runner(
+        third, pipec.compile(third, 1, 1)
+    ) as evaluating:
+        handle = module.register_forward_hook(hook)
+        evaluating.evaluate(**models.data())
+        handle.remove()
+        assert refused == ["pipeline 'second' cannot step", "pipeline 'second' cannot evaluate"]
+        assert module.training
+        run.step(**models.data())
 
 
 def test_no_gradient_is_lost_by_runners_that_take_turns() -> None:

@@ -255,23 +255,26 @@ class Runner(Overlapping, Stateful):
         Losses whose inputs are not given are left out. An asynchronous pipeline is flushed first: ``drained`` of the
         result has the numbers of the minibatches that this finished, and the next step's result their losses.
         """
-        with self._alone():
+        with self._alone(), Claim(self.spec.name, evaluates=True) as claim:
             drained = self._drain()
-            return evolve(self._forward(args, inputs, losses=True), drained=drained)
+            return evolve(self._forward(args, inputs, True, claim), drained=drained)
 
     def forward(self, *args: Any, **inputs: Any) -> Result:
         """As :meth:`evaluate`, without computing any loss."""
-        with self._alone():
+        with self._alone(), Claim(self.spec.name, evaluates=True) as claim:
             drained = self._drain()
-            return evolve(self._forward(args, inputs, losses=False), drained=drained)
+            return evolve(self._forward(args, inputs, False, claim), drained=drained)
 
-    def _forward(self, args: Sequence[Any], inputs: dict[str, Any], losses: bool) -> Result:
+    def _forward(self, args: Sequence[Any], inputs: dict[str, Any], losses: bool, claim: Claim) -> Result:
         needed = {index for stage in self.stages for index in stage.needed_inputs}
         optional = [index for index in range(len(self.spec.inputs)) if index not in needed]
         optional += self._party.inputs_elsewhere(self.stages)
         party, position = self._party, self._position.pinned()
+        flags = training_flags(self.stages)
 
         def made() -> Batch:
+            parameters = (p for stage in self.stages for _, p in stage.named_parameters())
+            (claim.take if any(training for _, training in flags) else claim.look)(parameters, self.stages)
             batch = Batch(self.spec, args, inputs, self.plan.minibatch, optional, self.plan.slices)
             if not losses:
                 batch.wanted_losses = set()
@@ -280,7 +283,6 @@ class Runner(Overlapping, Stateful):
         batch = party.begin(made, False, position)
         plan, program = self._program(False, batch)
         step = Step(plan, batch, [], random=self._random(position, inference=True))
-        flags = training_flags(self.stages)
         try:
             for module, _ in flags:
                 module.training = False
