@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -141,6 +142,15 @@ class BufferKeeper:
             if number not in others:
                 owner[name] = source
                 _write(source, copy)
+
+    def changed(self, numbers: Iterable[int]) -> bool:
+        """Whether one of these places is not as it was when last marked, or was never marked."""
+        if not self._last:
+            return True
+        return any(
+            self._last[number][0] is not (now := self.at(number)) or (now is not None and not torch.equal(
+                now, self._last[number][1])) for number in numbers
+        )
 
     def originals(self) -> list[Any]:
         """The tensors that stand in the module now."""

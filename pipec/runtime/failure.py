@@ -9,7 +9,7 @@ from typing import Literal
 from attrs import frozen
 from torch import Tensor
 
-from pipec.errors import RankError, note
+from pipec.errors import RankError, RunError, note
 from pipec.ir import Kind
 from pipec.runtime.program import Op
 from pipec.runtime.shared import SharedBuffers
@@ -72,6 +72,16 @@ class Undo:
         self._values = [(t.grad, t.grad.clone()) for t in others if t.grad is not None]
         self._gradients += [(t, t.grad) for t in others]
         self._shared = SharedBuffers(stages, training)
+
+    def check_lent_buffers(self) -> None:
+        """Raise RunError when a stage handed on a buffer, not a copy, and has changed it since."""
+        for stage, originals, values in self._buffers:
+            if stage.lent.fixed and (names := stage.lent.wrong(stage.buffers, originals, values)):
+                raise RunError(
+                    f"stage {stage.name!r} hands on its buffer {', '.join(map(repr, names))}, which it changes for the "
+                    "first time now, so later stages may have read what it wrote for other microbatches; return a "
+                    "clone of it"
+                )
 
     def __enter__(self) -> Undo:
         return self

@@ -197,6 +197,7 @@ class Runner(Overlapping, Stateful):
                 with minibatch(layer for stage in self.stages for layer in stage.buffers.deferred):
                     self._run(devices, program.ops, channels, step)
                 undo.check_shared_buffers()
+                undo.check_lent_buffers()
                 check_means(self.stages)
                 check_aliases(self.stages, self.spec)
 
@@ -292,6 +293,7 @@ class Runner(Overlapping, Stateful):
                 def tasks() -> None:
                     self._run(devices, program.ops, channels, step)
                     undo.check_shared_buffers()
+                    undo.check_lent_buffers()
                     check_means(self.stages)
                     check_aliases(self.stages, self.spec)
 

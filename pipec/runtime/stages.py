@@ -17,6 +17,7 @@ from pipec.runtime.aliases import Aliases
 from pipec.runtime.borders import anchored, differs, own, private, unpack, version
 from pipec.runtime.borrowed import modules_of
 from pipec.runtime.buffers import BufferKeeper
+from pipec.runtime.lent import Lent
 from pipec.runtime.means import EvenMean, check_later, weighs_evenly
 from pipec.runtime.walk import parameters_in
 from pipec.spec import LossSpec, Ref, Spec, owner_of
@@ -105,9 +106,7 @@ class Stage:
             StageLoss(i, loss, make_call(loss.args, loss.kwargs, lambda ref: self._resolve(spec, ref)))
             for i, loss in own_losses
         )
-        self.outputs = tuple(
-            (i, out.ref.path) for i, out in enumerate(spec.outputs) if out.ref.index == index
-        )
+        self.outputs = tuple((i, out.ref.path) for i, out in enumerate(spec.outputs) if out.ref.index == index)
         self.fn = self.spec.fn
         self.params = self.spec.params  # another version of them while a task of an asynchronous plan reads it
         owner = owner_of(self.fn)
@@ -131,7 +130,7 @@ class Stage:
         self._learned: set[bool | None] = set()
         self.learning = True
         self._before: list[Any] = []  # what it read, where writes are found by comparing
-        self.aliases = Aliases()
+        self.aliases, self.lent = Aliases(), Lent()
         self.searched = False  # whether its graph was looked through for tensors that it does not own
         self.anchor: Tensor | None = None  # of graphs whose backward is split, see borders.Anchored
         self.put_off: dict[str, list[Tensor]] = {}  # per loss what is looked at when the step has run
@@ -250,6 +249,8 @@ class Stage:
                     f"{brief(out)}"
                 )
             out, carry = out
+        if self.buffers.places and (self.learning or self.lent.looks(self.buffers)):
+            out, carry = self.lent.result(self.buffers, (out, carry))
         parts = self.spec.outputs
         if parts is not None and not (isinstance(out, tuple | list) and len(out) == parts):
             raise RunError(f"stage {self.name!r} was declared with outputs={parts} but returned {brief(out)}")
