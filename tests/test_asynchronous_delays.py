@@ -131,8 +131,27 @@ def test_given_delays_are_drained_and_resumed(recompute: str) -> None:
     assert same(*found)
 
 
-def newest_in_turn(run: Replay, stage: int, version: int, _: int) -> list[Tensor]:
-    return run.versions[stage][version]
+def test_techniques_count_on_the_average_of_random_delays() -> None:
+    delay = pipec.TruncatedExponential(mean=2.0, max=6.0)
+    how = {"delay": delay, "rescheduling": pipec.Rescheduling(steps=10**6)}
+    with runner([Dense() for _ in range(3)], pipec.Delayed(1, 0, 0.5), 1, **how) as run:
+        assert list(run.staleness.values()) == pytest.approx([1 + delay.average] * 3)
+        corrected: list[float] = []
+
+        def seen(read: pipec.WeightsRead) -> None:
+            if read.stage == "a" and read.kind is Kind.BACKWARD and "a" in run.deltas:
+                own, delta = run.stages[0].trainable()[0].detach(), run.deltas["a"]["weight"]
+                corrected.append(float(((own - read.weights["weight"]) / delta).median()))
+
+        run.watch_weights(seen)
+        for batch in batches(5):
+            run.step(**batch)
+        run.flush()
+        assert corrected == pytest.approx([1 + delay.average] * 4, rel=1e-2)
+        assert run.learning_rates["a"] == pytest.approx([0.1 / (1 + delay.average)], rel=1e-4)
+    with runner([Dense() for _ in range(3)], "pipedream", 1, delay=delay) as run:  # its backwards follow forwards
+        assert run.staleness == pytest.approx({"a": 2 + delay.average, "b": 1 + delay.average, "c": delay.average})
+        assert [own.forward for own in run._flow.steps.half.delays] == [0, 0, 0]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("count", "minibatch"), [(5, 1), (6, 1), (6, 2)])

@@ -300,6 +300,7 @@ def test_random_delays() -> None:
     drawn = [delay.draw(Position(1, step), stage, 0) for step in range(200) for stage in range(20)]
     assert sum(drawn) / len(drawn) == pytest.approx(delay.expected, abs=0.1)  # whole numbers, rounded to the nearest
     assert max(drawn) <= delay.longest
+    assert sum(map(round, points)) / len(points) == pytest.approx(delay.average, abs=1e-3)
     found = []
     for backend in ("replay", "replay"):
         mine = stages(dropout=0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import field, frozen
 
@@ -24,7 +25,8 @@ class TruncatedExponential:
 
     Each FORWARD reads weights that are a whole number of updates, the delay rounded, older than its plan says, or the
     oldest there are. Their mean is ``mean - max/(exp(max/mean) - 1)`` before rounding. Draws depend on the
-    runner's seed, the minibatch, the microbatch and the stage only.
+    runner's seed, the minibatch, the microbatch and the stage only. Learning rates by staleness (T1) and discrepancy
+    correction (T2) count on :attr:`average` updates more than the plan's.
     """
 
     mean: float = field(converter=_positive)
@@ -40,6 +42,12 @@ class TruncatedExponential:
     def longest(self) -> int:
         """The largest delay in whole updates."""
         return math.floor(self.max + 0.5)
+
+    @property
+    def average(self) -> float:
+        """The mean of the whole numbers that are drawn: how much older weights are than a plan says, on average."""
+        ends = np.arange(self.longest) + 0.5  # a delay of k or more was drawn beyond k - 0.5
+        return float((1.0 - np.expm1(-ends / self.mean) / math.expm1(-self.max / self.mean)).sum())
 
     def quantile(self, part: float) -> float:
         """The delay below which ``part`` of all lie."""

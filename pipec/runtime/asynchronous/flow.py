@@ -37,6 +37,7 @@ class Flow:
 
     Attributes:
         fed: minibatches since the last flush.
+        staleness: per stage the mean age of a forward's weights when its gradient is made, in updates.
         on_read: called with the weights that each task reads.
         pending: microbatches that a flush in between, or a step that failed, finished, for the next result.
     """
@@ -47,7 +48,12 @@ class Flow:
         party: Alone | None = None,
     ) -> None:
         self.spec, self.plan, self.weights, self.optimizers = spec, plan, weights, optimizers
-        self.steps = build_steps(plan, delay is not None)
+        late = None if delay is None else delay.average
+        self.steps = build_steps(plan, late)
+        self.staleness = [
+            float(own) + (late or 0.0) * info.backward
+            for own, info in zip(self.steps.staleness, plan.graph.stages, strict=True)
+        ]
         self.rescheduling, self.delay = rescheduling, delay
         self.window: Window | None = None
         self.fed = 0
@@ -250,7 +256,7 @@ class Flow:
     def _factor(self, weights: StageWeights) -> float:
         if self.rescheduling is None:
             return 1.0
-        return self.rescheduling.factor(weights.updates, float(self.steps.staleness[weights.stage.index]))
+        return self.rescheduling.factor(weights.updates, self.staleness[weights.stage.index])
 
 
 def lost(flights: Sequence[Flight], updates: int | None) -> str:

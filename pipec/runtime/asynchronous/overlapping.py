@@ -183,11 +183,12 @@ class Overlapping:
     def staleness(self) -> dict[str, float]:
         """Per stage how many updates old the weights of a forward are, on average, when its gradient is made.
 
-        Counted from the plan's steady period; 0 for every stage of a synchronous plan.
+        Counted from the plan's steady period, and with ``delay=`` its average added; 0 for every stage of a synchronous
+        plan.
         """
         if self._flow is None:
             return dict.fromkeys((stage.name for stage in self.stages), 0.0)
-        return {s.name: float(own) for s, own in zip(self.stages, self._flow.steps.staleness, strict=True)}
+        return dict(zip((stage.name for stage in self.stages), self._flow.staleness, strict=True))
 
     @property
     def learning_rates(self) -> dict[str, list[Any]]:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from pipec.errors import RunError
 from pipec.ir import Buffer, Kind, Plan
@@ -132,8 +132,11 @@ class Steps:
         return made
 
 
-def build_steps(plan: Plan, delayed: bool = False) -> Steps:
-    """Translate an asynchronous plan; ``delayed``: forwards may read older weights than it says.
+def build_steps(plan: Plan, late: float | None = None) -> Steps:
+    """Translate an asynchronous plan.
+
+    Args:
+        late: how many updates older the weights of forwards are than it says, on average, where they may be; else None.
 
     Raises:
         RunError: it has a task that asynchronous steps do not run, or no steady period.
@@ -153,6 +156,8 @@ def build_steps(plan: Plan, delayed: bool = False) -> Steps:
     rule = own if own is not None and own.text == plan.weights else find_rule(plan.weights)
     delays, staleness = _delays(plan)
     half = half_of(rule, delays)
+    if late is not None and not half.follows:
+        half = half_of(rule, [evolve(own, forward=own.forward + late) for own in delays])
     last = _last_steps(plan, made).tolist()
     segments, sent = [], dict.fromkeys({op.route for op in ops if op.kind is Kind.COPY}, 0)
     for step in range(made.steady + 1):
@@ -161,7 +166,7 @@ def build_steps(plan: Plan, delayed: bool = False) -> Steps:
     steady = segments[-1]
     period = {route: sum(op.kind is Kind.COPY and op.route == route for row in steady.ops for op in row)
               for route in sent}
-    return Steps(plan, half, delays, staleness, tuple(segments), _readings(plan, half, delayed), _keeps(plan),
+    return Steps(plan, half, delays, staleness, tuple(segments), _readings(plan, half, late is not None), _keeps(plan),
                  tuple(own.size for own in slots), tuple(sorted(sent)), period, plan.update_every, _ends(plan, made),
                  ops, made)
 
