@@ -50,11 +50,12 @@ class Traffic:
 
     incoming: dict[int, list[Message]]
     outgoing: dict[int, list[Message]]
+    ops: Sequence[Sequence[Op]] = ()  # of all devices
 
 
 def traffic(plan: Plan, ops: Sequence[Sequence[Op]], me: int) -> Traffic:
     """What the rank of device ``me`` receives and sends when all devices run their ``ops``."""
-    made = Traffic({}, {})
+    made = Traffic({}, {}, ops)
     for row in ops:
         for op in row:
             if op.kind is Kind.COPY and me in op.route:

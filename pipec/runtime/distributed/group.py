@@ -93,31 +93,34 @@ class Groups:
     pipeline: Any  # the devices of this replica: values travel here
     replicas: Any  # this device in all replicas: gradients are averaged here; None with one replica
     everyone: Any  # all devices of all replicas
+    tensors: Any = None  # the devices of this replica, for values in one order per rank
 
     def close(self) -> None:
-        for group in {id(g): g for g in (self.pipeline, self.replicas, self.everyone) if g is not None}.values():
+        made = (self.pipeline, self.replicas, self.everyone, self.tensors)
+        for group in {id(g): g for g in made if g is not None}.values():
             try:
                 dist.destroy_process_group(group)
             except (RuntimeError, ValueError, AssertionError):  # torch.distributed was shut down first
                 return
 
 
-def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float) -> Groups:
-    """The groups of the pipeline that this process belongs to.
+def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float, ordered: bool = False) -> Groups:
+    """The groups of the pipeline that this process belongs to; ``ordered``: with one for values in a fixed order.
 
     Raises:
         RunError: the number of processes does not fit, or this process has no place in the mesh.
     """
     me, own = dist.get_rank(), None
     for ranks in layouts(plan, mesh, replicas):
-        made = _groups(ranks, me, timedelta(seconds=timeout))
+        made = _groups(ranks, me, timedelta(seconds=timeout), ordered)
         own = made or own
     if own is None:
         raise RunError(f"rank {me} is in no pipeline of the mesh")
     return own
 
 
-def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta) -> Groups | None:
+def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta, ordered: bool) -> Groups | None:
+    """Every process makes all groups, in this order; transports that connect late are connected here."""
     def new(members: Sequence[int]) -> Any:
         return dist.new_group(list(members), timeout=timeout, backend="gloo")
 
@@ -125,11 +128,16 @@ def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta) -> 
     world = new(everyone)
     rows = [new(row) for row in ranks] if len(ranks) > 1 else [world]
     columns = [new(column) for column in zip(*ranks, strict=True)] if len(ranks) > 1 else []
+    apart = [new(row) for row in ranks] if ordered else []
     if me not in everyone:
         return None
     replica, device = divmod(everyone.index(me), len(ranks[0]))
     place = Place(device, replica, ranks)
-    return Groups(place, rows[replica], columns[device] if columns else None, world)
+    made = Groups(place, rows[replica], columns[device] if columns else None, world)
+    if ordered:
+        made.tensors = apart[replica]
+        dist.barrier(made.tensors)
+    return made
 
 
 def exchange(group: Any, row: Sequence[float], size: int, me: int, timeout: float) -> list[list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns, time_ns
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from pipec.runtime.distributed.local import (
     local_spec,
     tied_parameters,
 )
+from pipec.runtime.distributed.order import Orders
+from pipec.runtime.distributed.ordered import OrderedChannels
 from pipec.runtime.distributed.overlap import RankTogether
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
@@ -55,6 +57,8 @@ class Ranks(Held):
         outputs: "owner": an output is in the result of the rank of its stage; "all": in everybody's.
     """
 
+    ordered: ClassVar[bool] = False  # values travel in one order per rank, as NCCL needs it
+
     def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
         if outputs not in ("owner", "all"):
             raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
@@ -62,7 +66,7 @@ class Ranks(Held):
         self._tied = tied_parameters(spec, self.homes)
         check_plan(spec, plan, self._tied)
         self.spec, self.outputs, self._plan, self._timeout = spec, outputs, plan, timeout
-        self.groups = make_groups(plan, mesh, plan.data_parallel, timeout)
+        self.groups = make_groups(plan, mesh, plan.data_parallel, timeout, self.ordered)
         self.place = place = self.groups.place
         self.device, self.replica = place.device, place.replica
         self.me = place.everyone.index(dist.get_rank())
@@ -70,6 +74,7 @@ class Ranks(Held):
         self.watch = Watch(name, self.me, len(place.everyone))
         self.backend = RankBackend(place.ranks[place.replica], place.device)
         self._traffic: dict[int, tuple[Program, Traffic]] = {}
+        self._orders = Orders(self.device)
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
         self._closed = False
         losses = len(spec.losses)
@@ -214,15 +219,21 @@ class Ranks(Held):
 
     def channels(
         self, plan: Plan, own: Traffic, forms: Sequence[Any] | None, received: dict[Route, int] | None = None
-    ) -> RankChannels:
+    ) -> Any:
         """The channels of this rank during one run of its tasks of ``plan``."""
         self._council.at = plan
+        if self.ordered:
+            groups, ranks = (self.groups.tensors, self.groups.pipeline), self.place.ranks[self.replica]
+            return OrderedChannels(
+                groups, ranks, self.device, own, self._orders.of(own.ops), self._frames[plan.training], forms,
+                self._timeout, torch.device("cpu"), self._council.lost, received,
+            )
         return RankChannels(
             self.groups.pipeline, self.device, own.incoming, own.outgoing, self._frames[plan.training], forms,
             self._timeout, torch.device("cpu"), self._council.lost, received,
         )
 
-    def settle(self, step: Step, channels: RankChannels, work: Callable[[], None]) -> Result:
+    def settle(self, step: Step, channels: Any, work: Callable[[], None]) -> Result:
         """Run this rank's tasks; losses and outputs when every rank has come to its end.
 
         Raises:
@@ -243,7 +254,7 @@ class Ranks(Held):
                                [row[FIXED:] for row in replica], outputs)
 
     def ended(
-        self, channels: Callable[[], RankChannels | None], work: Callable[[], list[float]], training: bool,
+        self, channels: Callable[[], Any], work: Callable[[], list[float]], training: bool,
         width: int = 0,
     ) -> list[list[float]]:
         """Do this rank's part, and come to its end with all others: everybody's row of at least ``width`` numbers.
@@ -342,7 +353,7 @@ class Ranks(Held):
 
     def adopt(self, plan: Plan) -> None:
         """Go on with another plan."""
-        self._plan, self._traffic = plan, {}
+        self._plan, self._traffic, self._orders = plan, {}, Orders(self.device)
         for frames in self._frames.values():
             frames.clear()
 
