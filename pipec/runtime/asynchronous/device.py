@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from pipec.runtime.asynchronous.program import Reading
 from pipec.runtime.asynchronous.recognise import Following, check_saved
 from pipec.runtime.asynchronous.saved import Saved, outer_hooks
 from pipec.runtime.asynchronous.weights import Leaves, StageWeights
-from pipec.runtime.borders import edges, pack, version
+from pipec.runtime.borders import edges, pack, versions
+from pipec.runtime.buffers import NOT_WATCHED
 from pipec.runtime.engine import gradients
 from pipec.runtime.executor import HANDLERS, Device, Tape, _flat, _shaped
 from pipec.runtime.program import Op
@@ -36,7 +36,7 @@ class WeightTape(Tape):
 class OverlappedDevice(Device):
     """One logical device; it lives from one flush to the next."""
 
-    __slots__ = ("_leaves", "_reading", "_saved")
+    __slots__ = ("_common", "_leaves", "_reading", "_saved")
     step: Any
 
     def __init__(self, *args: Any) -> None:
@@ -44,6 +44,7 @@ class OverlappedDevice(Device):
         self._leaves: Leaves | None = None
         self._reading: Reading | None = None
         self._saved: Saved | None = None
+        self._common: dict[tuple[int, bool, bool], tuple[Saved, Any]] = {}  # hooks of forwards with live weights
 
     def forward(self, op: Op) -> None:
         """FORWARD with the weights that the plan and its rule say."""
@@ -90,51 +91,67 @@ class OverlappedDevice(Device):
         assert leaves is not None
         if op.tape < 0 or not reading.hooked or (reading.exact and not leaves.live):
             return super()._call(stage, op, hooks)
-        mode = (stage.module is not None and stage.module.training,
-                torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+        cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        mode = stage.module is not None and stage.module.training, cast
         known = self.step.known[op.stage].setdefault(mode, set())
-        found = self._saving(stage, op, leaves, reading, follow=not known)
-        assert self._saved is not None
-        signature = tuple(self._saved.signature)
+        casts = not reading.exact and bool(cast)
+        found, saved = self._saving(stage, op, self._hooks(op.stage, leaves, reading.exact, casts, follow=not known))
+        signature = tuple(saved.signature)
         if signature not in known:
-            if self._saved.seen is None:  # it saves other things than before: look at it again, then drop it
-                kept, marks = self._saved, stage.buffers.mark()
+            if saved.seen is None:  # it saves other things than before: look at it again, then drop it
+                marks = stage.buffers.mark()
                 before = stage.buffers.exchange(marks) if marks else []
                 try:
-                    self._saving(stage, op, leaves, reading, follow=True)
+                    self._saving(stage, op, self._hooks(op.stage, leaves, reading.exact, casts, follow=True))
                 finally:
-                    self._saved = kept
                     if marks:
                         stage.buffers.put_back(before, marks)
             known.add(signature)
-        self._saved.seen = None
+        saved.seen = None
+        saved.signature = []
+        self._saved = saved
+        return found
+
+    def _hooks(self, stage: int, leaves: Leaves, exact: bool, casts: bool, follow: bool) -> tuple[Saved, Any]:
+        """Hooks for a forward, and their context; ``follow``: that are told of all it saves."""
+        outer = outer_hooks()
+        if follow or outer is not None or not leaves.live:
+            made = Saved(leaves, exact, casts, outer, [] if follow else None)
+            return made, made.hooks()
+        key = stage, exact, casts
+        found = self._common.get(key)
+        if found is None or found[0].leaves is not leaves:
+            made = Saved(leaves, exact, casts)
+            found = self._common[key] = made, made.hooks()
+        found[0].signature = []  # a forward that failed may have left some
         return found
 
     def _saving(
-        self, stage: Stage, op: Op, leaves: Leaves, reading: Reading, follow: bool
-    ) -> tuple[list[Any], Any, Any, list[Any]]:
-        """Run the stage under hooks; ``follow``: and find out whether its backward can have other weights."""
-        step = self.step
-        saved = Saved(leaves, reading.exact, outer_hooks(), [] if follow else None)
+        self, stage: Stage, op: Op, hooks: tuple[Saved, Any]
+    ) -> tuple[tuple[list[Any], Any, Any, list[Any]], Saved]:
+        """Run the stage under hooks. Those that are told of everything find out whether its backward can have other
+        weights."""
+        step, (saved, context) = self.step, hooks
         packets = [self.store[slot] for slot in op.reads]
         packets += [self.inputs[index][op.microbatch] for index in stage.inputs]
         values, read = stage.read(packets)
-        versions = [version(packet) for packet in packets]
-        following = Following(saved, values) if follow else None
-        with step.random.task(op.stage, op.microbatch, Purpose.FORWARD), stage.buffers.watch, ExitStack() as stack:
-            if following is not None:
-                stack.enter_context(following)
-            stack.enter_context(saved.hooks())
-            out, carry = stage.run(values)
-            losses = [stage.run_loss(loss, values, out) for loss in stage.losses]
-        if stage.learning or versions != [version(packet) for packet in packets]:
-            stage.check_writes(packets, versions, out)
+        before = versions(packets)
+        following = None if saved.seen is None else Following(saved, values)
+        watch = stage.buffers.watch
+        with step.random.task(op.stage, op.microbatch, Purpose.FORWARD):
+            if following is None and watch is NOT_WATCHED:
+                with context:
+                    out, carry, losses = stage.run_all(values, step.wanted_losses)
+            else:
+                with watch, NOT_WATCHED if following is None else following, context:
+                    out, carry, losses = stage.run_all(values, step.wanted_losses)
+        if stage.learning or before != versions(packets):
+            stage.check_writes(packets, before, out)
         if following is not None:
             roots = [edges(stage.take(out, path)) for _, path in stage.gives]
             roots += [edges(value) for value in losses]
             check_saved(step.weights[op.stage], saved, following, flat(roots), step.plan.weights)
-        self._saved = saved
-        return read, out, carry, losses
+        return (read, out, carry, losses), saved
 
     def _keep(self, stage: Stage, op: Op, leaves: list[Any], out: Any, carry: Any, losses: list[Any]) -> None:
         super()._keep(stage, op, leaves, out, carry, losses)
@@ -161,12 +178,17 @@ class OverlappedDevice(Device):
         wanted = wanted + tape.weights.tensors
         found: Any = [None] * len(wanted)
         if roots and wanted:
-            if tape.saved is not None:
-                tape.saved.give = step.half.backward(weights, reading.version)
-            if step.on_read is not None:
-                step.tell(op, tape.weights, reading.version, None if tape.saved is None else tape.saved.give)
-            with step.random.task(op.stage, op.microbatch, Purpose.BACKWARD):
-                found = gradients(roots, seeds, wanted)
+            saved = tape.saved
+            if saved is not None:
+                saved.give = step.half.backward(weights, reading.version)
+            try:
+                if step.on_read is not None:
+                    step.tell(op, tape.weights, reading.version, None if saved is None else saved.give)
+                with step.random.task(op.stage, op.microbatch, Purpose.BACKWARD):
+                    found = gradients(roots, seeds, wanted)
+            finally:
+                if saved is not None:
+                    saved.give = None
         step.add_gradients(op.stage, op.microbatch, found[inputs:])
         if step.probe is not None:
             step.probe(Kind.BACKWARD, op.stage, op.microbatch, list(found))

@@ -62,7 +62,7 @@ class Half:
 
     def backward(self, weights: StageWeights, version: int) -> Give:
         """What a BACKWARD reads, by the index of the parameter."""
-        return weights.of(version).tensors.__getitem__
+        return weights.of(version).bare.__getitem__
 
     def update(self, weights: StageWeights, advance: Advance) -> None:
         """Run an UPDATE."""
@@ -95,12 +95,12 @@ class CorrectedHalf(Half):
             return base
         key = ("recompute", version)
         if weights.made is None or weights.made[0] != key:
-            give = _moved(base.tensors, weights.buffer("delta"), -factor)
-            weights.made = key, weights.leaves([give(index) for index in range(len(base.tensors))])
+            give = _moved(base.bare, weights.buffer("delta"), -factor)
+            weights.made = key, weights.leaves([give(index) for index in range(len(base.bare))])
         return weights.made[1]
 
     def backward(self, weights: StageWeights, version: int) -> Give:
-        tau, base = self.delays[weights.stage.index].forward, weights.of(version).tensors
+        tau, base = self.delays[weights.stage.index].forward, weights.of(version).bare
         if tau <= 0 or "delta" not in weights.buffers:
             return base.__getitem__
         return _moved(base, weights.buffer("delta"), -tau)
@@ -131,8 +131,8 @@ class DelayedHalf(CorrectedHalf):
         own, stage = weights.of(version), weights.stage.index
         delta = weights.buffers.get("delta") if own.live else own.delta
         if not self.makes(stage) or delta is None:
-            return own.tensors.__getitem__
-        return _moved(own.tensors, delta, -self.delays[stage].forward)
+            return own.bare.__getitem__
+        return _moved(own.bare, delta, -self.delays[stage].forward)
 
     def update(self, weights: StageWeights, advance: Advance) -> None:
         stage = weights.stage.index
@@ -146,13 +146,28 @@ class DelayedHalf(CorrectedHalf):
 
 
 def _moved(base: Sequence[Tensor], along: Sequence[Tensor], factor: float) -> Give:
-    """base + factor * along, made when asked for, with the strides of ``base``."""
+    """base + factor * along, made when asked for, with the strides of ``base``.
+
+    A backward asks for one again and again when its stage used it in parts; the last one made is kept.
+    """
+    last: list[Any] = [-1, None]
+
     def give(index: int) -> Tensor:
-        own = base[index].detach()
-        out = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
-        return torch.add(own, along[index], alpha=factor, out=out)
+        if last[0] != index:
+            last[1] = None  # its memory is free for the next
+            last[:] = index, _sum(base[index], along[index], factor)
+        return last[1]  # type: ignore[no-any-return]
 
     return give
+
+
+def _sum(own: Tensor, along: Tensor, factor: float) -> Tensor:
+    """own + factor * along, with the strides of ``own``."""
+    made = torch.add(own, along, alpha=factor)
+    if made.stride() == own.stride():
+        return made
+    out = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
+    return torch.add(own, along, alpha=factor, out=out)
 
 
 class PredictedHalf(Half):

@@ -24,14 +24,19 @@ class Leaves:
         tensors: in the order of the stage's parameters; all leaves that require a gradient.
         live: they are the user's own parameters.
         delta: the mean change that belongs to an older version, where the weight rule reads it.
+        begins, ends: from where to where their storages reach, ascending; empty before :meth:`look`.
     """
 
-    __slots__ = ("_storages", "delta", "live", "tensors")
+    __slots__ = ("_among", "_bare", "_storages", "begins", "delta", "ends", "live", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor], live: bool = False) -> None:
         self.tensors, self.live = list(tensors), live
         self.delta: list[Tensor] | None = None
         self._storages: dict[int, list[int]] | None = None
+        self._bare: list[Tensor] | None = None
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self._among: list[list[int]] = []  # per storage, indices of tensors
 
     @property
     def storages(self) -> dict[int, list[int]]:
@@ -52,13 +57,32 @@ class Leaves:
             and tensor.untyped_storage().data_ptr() not in self._storages
         ]
 
-    def find(self, tensor: Tensor) -> int | None:
-        """The parameter that ``tensor`` is a view of, or -1 for a view that strides cannot tell, else None."""
-        among = self.storages.get(tensor.untyped_storage().data_ptr())
-        if among is None:
-            return None
+    @property
+    def bare(self) -> list[Tensor]:
+        """The same memory as tensors that require no gradient."""
+        if self._bare is None:
+            self._bare = [tensor.detach() for tensor in self.tensors]
+        return self._bare
+
+    def look(self) -> None:
+        """Note where the storages lie, for :meth:`find`."""
+        if not self.begins:
+            found = sorted(self.storages.items())
+            self._among = [among for _, among in found]
+            self.ends = [begin + self.tensors[among[0]].untyped_storage().nbytes() for begin, among in found]
+            self.begins = [begin for begin, _ in found]
+
+    def find(self, tensor: Tensor, place: int) -> int:
+        """The parameter that ``tensor`` is a view of, or -1 for a view that strides cannot tell.
+
+        Args:
+            place: the storage that it lies in, by :attr:`begins`.
+        """
+        among = self._among[place]
         for index in among:
             own = self.tensors[index]
+            if own is tensor:
+                return index
             begin = own.storage_offset()
             if own.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
                 continue
