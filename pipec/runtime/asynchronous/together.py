@@ -42,10 +42,8 @@ class Together:
         """Run a segment, and take in what arrived for later ones."""
         failure = run(devices, segment.ops, self._channels)
         if failure is None:
-            for device in devices:
-                for route, count in segment.sent.items():
-                    if route[1] == device.index:
-                        device.receive(route, count)
+            for route, count in segment.sent.items():
+                devices[route[1]].receive(route, count)
         try:
             return failure
         finally:
