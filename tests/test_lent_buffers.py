@@ -86,7 +86,8 @@ def test_a_buffer_that_begins_to_change_later_is_found_after_the_step() -> None:
     assert same(gradients(net), gradients(plain))
 
 
-def test_a_buffer_that_stays_is_handed_on_without_a_copy() -> None:
+@pytest.mark.parametrize(("schedule", "update"), [("1f1b", None), ("pipedream", "stage")])
+def test_a_buffer_that_stays_is_handed_on_without_a_copy(schedule: str, update: str | None) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -99,7 +100,7 @@ def test_a_buffer_that_stays_is_handed_on_without_a_copy() -> None:
     seen = []
     first = Table()
     net = models.of_modules(first, lambda v: (seen.append(v[1].data_ptr()), v[0] * v[1])[1], linear())
-    with runner(net, 3, 2) as run:
+    with runner(net, 3, 2, schedule, update=update, optimizer=update and torch.optim.SGD) as run:
         for seed in range(3):
             run.step(**data(8, seed))
     assert set(seen[2:]) == {first.table.data_ptr()}  # the first run of a stage is on copies of all that it reads

@@ -93,6 +93,7 @@ class Flow:
             weights.begin()
             weights.history = self._history(weights.stage.index)
             weights.stage.buffers.refresh()
+            weights.stage.buffers.mark()  # to tell which of them change
             self.steps.half.check(weights, self.optimizers.get(weights.stage.index))
         check_gradients(self.weights)
 
