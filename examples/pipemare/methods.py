@@ -22,7 +22,7 @@ class Method:
 
     ``microbatches``: per minibatch. ``devices``: 0 is one for every stage. ``inflight``, ``correction`` (T2): of the
     asynchronous schedule. ``reschedule`` (T1): K as a part of all updates; 0 is without. ``warm`` (T3): the part of all
-    updates that are synchronous. ``momentum``: of SGD, the first beta of AdamW.
+    updates that are synchronous. ``momentum``: of SGD, the first beta of AdamW and NAdam, Nesterov's look-ahead.
     """
 
     schedule: str = "1f1b"

@@ -87,7 +87,8 @@ def best_table(results: Results, planned: Sequence[Run]) -> str:
         run, row = own[0]
         method, devices = run.method, run.method.devices or len(run.task.parts())
         plan = pipec.compile(pipec.chain(devices), devices, method.microbatches, method.policy(), update="stage")
-        rows.append([label, f"{lr:g}", told([row for _, row in own]), f"{mean(r['loss'] for _, r in own):.3f}",
+        losses = [r["loss"] for _, r in own if r["loss"] is not None]
+        rows.append([label, f"{lr:g}", told([row for _, row in own]), f"{mean(losses):.3f}" if losses else "-",
                      f"{100 * row['asynchronous']:.0f} %", f"{1.0 - plan.simulate().bubble:.2f}"])
     return table(["", "lr", "accuracy", "test loss", "asynchronous", "utilisation"], rows)
 
@@ -102,9 +103,9 @@ def curves(results: Results, planned: Sequence[Run], path: Path, title: str, bes
         means = {lr: mean(row["accuracy"] for run, row in own if run.lr == lr) for lr in {run.lr for run, _ in own}}
         lr = max(means, key=lambda lr: means[lr]) if best else min(means)
         lines = [row["curve"] for run, row in own if run.lr == lr]
-        updates = own[0][0].epochs * own[0][0].task.epoch
+        size = runs.piece(round(own[0][0].epochs * own[0][0].task.epoch))
         points = [mean(parts) for parts in zip(*lines, strict=False)]
-        series[f"{label}, {lr:g}"] = [((at + 1) * updates / runs.POINTS, y) for at, y in enumerate(points)]
+        series[f"{label}, {lr:g}"] = [((at + 0.5) * size, y) for at, y in enumerate(points)]
     if series:
         chart.lines(path, title, "updates", "training loss", series, top=4.0 if "letters" in path.name else 3.0)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import tried
 from methods import Method, compared
 from training import DIGITS, LETTERS, Task, train
 
@@ -59,25 +60,8 @@ def best_runs(task: Task, methods: Sequence[tuple[str, Method, float]], epochs: 
     return [Run(task, label, method, lr, seed, epochs) for label, method, lr in methods for seed in SEEDS]
 
 
-HALF = replace(ALL, inflight="1f1b")
-TRIED = [
-    ("T1 + T3, no momentum", replace(ALL, correction=None, reschedule=0.25, momentum=0.0), 0.1),
-    ("T1 + T3, momentum 0.5", replace(ALL, correction=None, reschedule=0.25, momentum=0.5), 0.1),
-    ("T1 + T2 + T3, no momentum", replace(ALL, reschedule=0.8, momentum=0.0), 0.1),
-    ("T3, AdamW", replace(ALL, correction=None, optimizer="adamw"), 0.01),
-    ("T1 + T3, AdamW", replace(ALL, correction=None, optimizer="adamw", reschedule=0.8), 0.01),
-    ("T1 + T2 + T3, AdamW", replace(ALL, optimizer="adamw", reschedule=0.8), 0.01),
-    ("T1 + T3, 1f1b", replace(HALF, correction=None, reschedule=0.25), 0.1),
-    ("T1 + T2 + T3, 1f1b", replace(HALF, reschedule=0.25), 0.1),
-    ("T1 + T2 + T3, 1f1b, AdamW", replace(HALF, reschedule=0.25, optimizer="adamw"), 0.01),
-    ("T3, PipeDream", Method("pipedream", warm=0.2), 0.1),
-    ("T3, prediction", Method("predicted", inflight="1f1b", warm=0.2), 0.1),
-    ("T3, prediction, AdamW", Method("predicted", inflight="1f1b", warm=0.2, optimizer="adamw"), 0.01),
-    ("T1 + T3, prediction", Method("predicted", inflight="1f1b", warm=0.2, reschedule=0.25), 0.1),
-    ("T3, Nesterov", Method("nesterov", inflight="1f1b", warm=0.2), 0.1),
-]
-# Settings tried on the way, one seed each, on the rows kept for choosing; `--only search` repeats them.
-SEARCH = [Run(DIGITS, label, method, lr, 10, 24, "choose") for label, method, lr in TRIED]
+# Settings tried on the way, on the rows kept for choosing; `--only search` goes on with them.
+SEARCH = [Run(DIGITS, label, method, lr, seed, 24, "choose") for label, method, lr, seed in tried.settings()]
 
 PARTS: dict[str, list[Run]] = {
     "digits best": best_runs(DIGITS, DIGITS_BEST, 24),
@@ -88,25 +72,35 @@ PARTS: dict[str, list[Run]] = {
 
 
 class Results:
-    """Figures by run, in a JSON file that is written after every run, so that a stopped report goes on where it was."""
+    """Figures by run, in a JSON file that is written after every run, so that a stopped report goes on where it was.
+
+    Two processes may work on different parts of the report at once: each keeps what the other has written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        self.path, self.rows = path, self._written(path)
+
+    @staticmethod
+    def _written(path: Path) -> dict[str, Any]:
+        rows: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        return rows
 
     def put(self, key: str, row: Any) -> None:
-        self.rows[key] = row
+        self.rows = {**self._written(self.path), key: row}
         text = ",\n".join(f"{json.dumps(name)}: {json.dumps(own)}" for name, own in self.rows.items())
-        self.path.write_text("{\n" + text + "\n}\n", encoding="utf-8")
+        new = self.path.with_suffix(".new")
+        new.write_text("{\n" + text + "\n}\n", encoding="utf-8")
+        new.replace(self.path)
 
     def complete(self, runs: Sequence[Run], tell: Callable[[str], object]) -> None:
-        """Do the runs that are not there yet."""
+        """Do the runs that are not there yet; the curve is kept of those that are reported."""
         missing = [run for run in runs if run.key() not in self.rows]
         for number, run in enumerate(missing, 1):
             row = train(run.task, run.method, run.lr, run.seed, run.epochs, run.use)
-            row["curve"], took = thinned(row.pop("losses")), row.pop("seconds")
-            self.put(run.key(), {name: rounded(value) for name, value in row.items()})
-            tell(f"{number}/{len(missing)} {run.key()}: {row['accuracy']:.3f} in {took:.0f} s")
+            curve, took = thinned(row.pop("losses"), round(run.epochs * run.task.epoch)), row.pop("seconds")
+            kept = row if run.use == "choose" else {**row, "curve": curve}
+            self.put(run.key(), {name: rounded(value) for name, value in kept.items()})
+            tell(f"{number}/{len(missing)} {run.key()}: {row['accuracy']:.4f} in {took:.0f} s")
 
     def of(self, runs: Sequence[Run]) -> Iterator[tuple[Run, Any]]:
         return ((run, self.rows[run.key()]) for run in runs if run.key() in self.rows)
@@ -118,7 +112,12 @@ def rounded(value: Any) -> Any:
     return value if value is None else round(value, 4)
 
 
-def thinned(losses: Sequence[float]) -> list[float]:
-    """The mean of each of at most :data:`POINTS` pieces."""
-    size = max(1, -(-len(losses) // POINTS))
+def piece(updates: int) -> int:
+    """How many updates each point of a training curve is the mean of, so that there are at most :data:`POINTS`."""
+    return max(1, -(-updates // POINTS))
+
+
+def thinned(losses: Sequence[float], updates: int) -> list[float]:
+    """The curve of a run of so many updates; a shorter one where it diverged before its end."""
+    size = piece(updates)
     return [mean(losses[at : at + size]) for at in range(0, len(losses), size)]

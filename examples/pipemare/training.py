@@ -58,9 +58,12 @@ def rate(update: int, updates: int, rise: int) -> float:
 
 
 def optimizer(method: Method, lr: float) -> Callable[[Any], torch.optim.Optimizer]:
-    if method.optimizer == "adamw":
-        return lambda own: torch.optim.AdamW(own, lr=lr, betas=(method.momentum, 0.999), weight_decay=0.0)
     momentum = 0.0 if method.schedule == "nesterov" else method.momentum  # its rule brings the momentum
+    betas = (momentum, 0.999)
+    if method.optimizer == "adamw":
+        return lambda own: torch.optim.AdamW(own, lr=lr, betas=betas, weight_decay=0.0)
+    if method.optimizer == "nadam":
+        return lambda own: torch.optim.NAdam(own, lr=lr, betas=betas)
     return lambda own: torch.optim.SGD(own, lr=lr, momentum=momentum)
 
 
