@@ -16,6 +16,11 @@ ASYNCHRONOUS = {
 }
 
 
+NAMES = {"1f1b": "synchronous", "pipemare": "PipeMare", "pipedream": "PipeDream", "pipedream-2bw": "2BW",
+         "predicted": "prediction", "nesterov": "Nesterov"}
+OPTIMIZERS = {"momentum": "SGD momentum", "adamw": "AdamW beta", "nadam": "NAdam beta"}
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to train.
@@ -42,6 +47,13 @@ class Method:
     def policy(self) -> Any:
         """What ``pipec.compile`` takes as the schedule."""
         return ASYNCHRONOUS[self.schedule](self) if self.asynchronous else self.schedule
+
+    def words(self) -> str:
+        """What a table of settings calls it: the schedule, T1 with K, T2 with D, T3, the optimizer."""
+        order = ", 1f1b" if self.schedule == "pipemare" and self.inflight == "1f1b" else ""
+        parts = {f"T1 {self.reschedule:g}": self.reschedule, f"T2 {self.correction}": self.correction, "T3": self.warm}
+        used = [word for word, on in parts.items() if on]
+        return ", ".join([NAMES[self.schedule] + order, *used, f"{OPTIMIZERS[self.optimizer]} {self.momentum:g}"])
 
     def key(self) -> str:
         """The options that are not the default, as text."""

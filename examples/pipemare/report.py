@@ -1,8 +1,7 @@
 """PipeMare's experiments through pipec: run what is missing, then write the report's tables and charts.
 
     python examples/pipemare/report.py                     everything that results.json lacks: an hour of one core
-    python examples/pipemare/report.py --only "digits"     one part: memory, speed, one of the training parts, or
-                                                           search, which the full report leaves out
+    python examples/pipemare/report.py --only "digits"     one part: memory, speed or one of the training parts
     python examples/pipemare/report.py --write             only the tables and charts
     python examples/pipemare/report.py --quick             small networks, a few steps, into ./out/pipemare: seconds
 
@@ -93,6 +92,15 @@ def best_table(results: Results, planned: Sequence[Run]) -> str:
     return table(["", "lr", "accuracy", "test loss", "asynchronous", "utilisation"], rows)
 
 
+def search_table(results: Results, planned: Sequence[Run]) -> str:
+    """Every setting that was tried, the best first."""
+    settings: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for run, row in results.of(planned):
+        settings.setdefault((run.label, run.lr), []).append(row)
+    order = sorted(settings, key=lambda own: -mean(row["accuracy"] for row in settings[own]))
+    return table(["", "lr", "accuracy"], [[label, f"{lr:g}", told(settings[label, lr])] for label, lr in order])
+
+
 def curves(results: Results, planned: Sequence[Run], path: Path, title: str, best: bool) -> None:
     """Training loss by update, the mean over the seeds, of each method at one rate: its best, or the least."""
     series: dict[str, list[tuple[float, float]]] = {}
@@ -138,11 +146,11 @@ def write(results: Results, parts: dict[str, list[Run]], folder: Path) -> None:
         done = [row for _, row in results.of(planned)]
         if not done:
             continue
-        best = name.endswith("best") or name == "search"
-        made = (best_table if best else training_table)(results, planned)
+        best = name.endswith("best")
+        made = (best_table if best else search_table if name.endswith("search") else training_table)(results, planned)
         where = rows.get(f"machine of {name}", "")
         sections[name] = f"{made}\n\n{len(done)} of {len(planned)} runs, {where}."
-        if name == "search":
+        if name.endswith("search"):
             continue
         curves(results, planned, folder / f"{name.replace(' ', '-')}.svg", f"{HEADS[name]}: training loss", best)
     path = folder / "README.md"
@@ -169,8 +177,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     results, parts = Results(folder / "results.json"), quick_parts() if given.quick else runs.PARTS
     wanted = [] if given.write else given.only or ["memory", *parts, "speed"]
-    if "search" in wanted:
-        parts = {**parts, "search": runs.SEARCH}
     if unknown := set(wanted) - {"memory", "speed", *parts}:
         options.error(f"no part {', '.join(sorted(unknown))}; parts are memory, speed, {', '.join(parts)}")
     for name in wanted:

@@ -60,14 +60,19 @@ def best_runs(task: Task, methods: Sequence[tuple[str, Method, float]], epochs: 
     return [Run(task, label, method, lr, seed, epochs) for label, method, lr in methods for seed in SEEDS]
 
 
-# Settings tried on the way, on the rows kept for choosing; `--only search` goes on with them.
-SEARCH = [Run(DIGITS, label, method, lr, seed, 24, "choose") for label, method, lr, seed in tried.settings()]
+def search_runs(task: Task, settings: Sequence[tried.Tried], epochs: float) -> list[Run]:
+    """Settings tried on the way, on the rows kept for choosing."""
+    return [Run(task, method.words(), method, lr, seed, epochs, "choose")
+            for method, lr, seeds in settings for seed in seeds]
+
 
 PARTS: dict[str, list[Run]] = {
     "digits best": best_runs(DIGITS, DIGITS_BEST, 24),
     "letters best": best_runs(LETTERS, LETTERS_BEST, 16),
     "digits": table_runs(DIGITS, compared(4, "momentum", 0.25), (0.03, 0.1), 12),
     "letters": table_runs(LETTERS, compared(2, "adamw", 0.625), (0.003, 0.01), 8),
+    "digits search": search_runs(DIGITS, tried.DIGITS, 24),
+    "letters search": search_runs(LETTERS, tried.LETTERS, 16),
 }
 
 
