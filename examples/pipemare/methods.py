@@ -53,7 +53,9 @@ class Method:
         order = ", 1f1b" if self.schedule == "pipemare" and self.inflight == "1f1b" else ""
         parts = {f"T1 {self.reschedule:g}": self.reschedule, f"T2 {self.correction}": self.correction, "T3": self.warm}
         used = [word for word, on in parts.items() if on]
-        return ", ".join([NAMES[self.schedule] + order, *used, f"{OPTIMIZERS[self.optimizer]} {self.momentum:g}"])
+        used.append(f"{OPTIMIZERS[self.optimizer]} {self.momentum:g}")
+        more = [] if self.microbatches == Method.microbatches else [f"{self.microbatches} microbatches"]
+        return ", ".join([NAMES[self.schedule] + order, *used, *more])
 
     def key(self) -> str:
         """The options that are not the default, as text."""

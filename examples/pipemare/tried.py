@@ -27,6 +27,11 @@ def sgd(method: Method, reschedule: float = 0.25, momentum: float = 0.9, correct
     return replace(method, reschedule=reschedule, momentum=momentum, correction=correction)
 
 
+def eight(method: Method) -> Method:
+    """With microbatches of 5 rows instead of 10."""
+    return replace(method, microbatches=8)
+
+
 # 19 devices, 4 microbatches, 24 epochs.
 DIGITS: list[Tried] = [
     # AdamW at rates near the best synchronous one
@@ -66,14 +71,22 @@ DIGITS: list[Tried] = [
     (adam(ADAMW, 0.0, beta=0.5), 0.02, THREE),
     (sgd(SGD, 0.0, momentum=0.5), 0.1, THREE),
     (sgd(SGD, 0.0, momentum=0.5), 0.3, ONE),
-    (sgd(FULL, 0.8, momentum=0.5), 0.1, ONE),
+    (sgd(FULL, 0.8, momentum=0.5), 0.1, THREE),
     (sgd(FULL, momentum=0.5), 0.2, ONE),
     (sgd(HALF, momentum=0.5), 0.1, THREE),
     (sgd(HALF, momentum=0.5), 0.3, ONE),
     (sgd(DREAM, momentum=0.5), 0.1, ONE),
     (adam(HALF, beta=0.5, correction=0.135), 0.04, ONE),
-    (adam(DREAM, beta=0.5), 0.04, ONE),
+    (adam(DREAM, beta=0.5), 0.04, THREE),
     (adam(AHEAD, beta=0.5), 0.02, ONE),
+    (adam(AHEAD, beta=0.5), 0.04, ONE),
+    (adam(FULL, beta=0.5, correction=0.135), 0.04, ONE),
+    # a longer K for SGD with less momentum; twice the microbatches, which halve the delay
+    (sgd(HALF, 0.8, momentum=0.5), 0.1, THREE),
+    (adam(ADAMW, 0.0, beta=0.5), 0.04, THREE),
+    (eight(adam(HALF, beta=0.5, correction=0.135)), 0.02, THREE),
+    (eight(adam(HALF, beta=0.5, correction=0.135)), 0.04, ONE),
+    (eight(sgd(HALF, 0.8, momentum=0.5)), 0.1, THREE),
 ]
 
 # 4 devices, 4 microbatches, 16 epochs.
