@@ -54,8 +54,10 @@ class Method:
         parts = {f"T1 {self.reschedule:g}": self.reschedule, f"T2 {self.correction}": self.correction, "T3": self.warm}
         used = [word for word, on in parts.items() if on]
         used.append(f"{OPTIMIZERS[self.optimizer]} {self.momentum:g}")
-        more = [] if self.microbatches == Method.microbatches else [f"{self.microbatches} microbatches"]
-        return ", ".join([NAMES[self.schedule] + order, *used, *more])
+        for more, plain in (("microbatches", Method.microbatches), ("devices", Method.devices)):
+            if getattr(self, more) != plain:
+                used.append(f"{getattr(self, more)} {more}")
+        return ", ".join([NAMES[self.schedule] + order, *used])
 
     def key(self) -> str:
         """The options that are not the default, as text."""

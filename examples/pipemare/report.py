@@ -1,6 +1,6 @@
 """PipeMare's experiments through pipec: run what is missing, then write the report's tables and charts.
 
-    python examples/pipemare/report.py                     everything that results.json lacks: an hour of one core
+    python examples/pipemare/report.py                     what results.json lacks: two hours of one core for all
     python examples/pipemare/report.py --only "digits"     one part: memory, speed or one of the training parts
     python examples/pipemare/report.py --write             only the tables and charts
     python examples/pipemare/report.py --quick             small networks, a few steps, into ./out/pipemare: seconds
@@ -33,7 +33,6 @@ from training import SMALL
 import pipec
 
 HERE = Path(__file__).resolve().parent
-HEADS = {"digits": "digits", "letters": "letters", "digits best": "digits", "letters best": "letters"}
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -152,7 +151,7 @@ def write(results: Results, parts: dict[str, list[Run]], folder: Path) -> None:
         sections[name] = f"{made}\n\n{len(done)} of {len(planned)} runs, {where}."
         if name.endswith("search"):
             continue
-        curves(results, planned, folder / f"{name.replace(' ', '-')}.svg", f"{HEADS[name]}: training loss", best)
+        curves(results, planned, folder / f"{name.replace(' ', '-')}.svg", f"{name.split()[0]}: training loss", best)
     path = folder / "README.md"
     path.write_text(fill(path.read_text("utf-8") if path.exists() else "# PipeMare\n", sections), encoding="utf-8")
 

@@ -43,6 +43,7 @@ def table_runs(task: Task, methods: dict[str, Method], rates: Sequence[float], e
 # Chosen by the search of tried.py.
 MARE = Method("pipemare", correction=0.135, reschedule=0.8, warm=0.2, optimizer="adamw", momentum=0.5)
 DREAM = Method("pipedream", reschedule=0.8, warm=0.2, optimizer="adamw", momentum=0.5)
+FEW = replace(MARE, inflight="1f1b", momentum=0.9, devices=4)
 DIGITS_BEST = [
     ("synchronous, SGD", Method(), 0.1),
     ("synchronous, AdamW", Method(optimizer="adamw"), 0.02),
@@ -53,15 +54,20 @@ DIGITS_BEST = [
      Method("pipemare", inflight="1f1b", reschedule=0.25, warm=0.2, momentum=0.5), 0.1),
     ("PipeDream, T1 + T3, AdamW beta 0.5", DREAM, 0.04),
     ("prediction, T1 + T3, AdamW beta 0.5", replace(DREAM, schedule="predicted", inflight="1f1b"), 0.02),
+    ("PipeMare 1f1b, T1 + T2 + T3, AdamW, 4 devices", FEW, 0.02),
+    ("PipeMare 1f1b, T1 + T2 + T3, AdamW, 4 devices", FEW, 0.04),
+    ("PipeMare 1f1b, T1 + T2 + T3, AdamW beta 0.5, 4 devices", replace(FEW, momentum=0.5), 0.02),
 ]
+DIGITS_LONGER = [DIGITS_BEST[number] for number in (1, 2, 4, 5)]  # with twice the epochs on both sides
 LETTERS_BEST = [
     ("synchronous, AdamW", Method(optimizer="adamw", devices=4), 0.01),
     ("PipeMare 1f1b, T1 + T2 + T3, AdamW beta 0.5", replace(MARE, inflight="1f1b", devices=4), 0.01),
 ]
 
 
-def best_runs(task: Task, methods: Sequence[tuple[str, Method, float]], epochs: float) -> list[Run]:
-    return [Run(task, label, method, lr, seed, epochs) for seed in MORE_SEEDS for label, method, lr in methods]
+def best_runs(task: Task, methods: Sequence[tuple[str, Method, float]], epochs: float,
+              seeds: Sequence[int] = MORE_SEEDS) -> list[Run]:
+    return [Run(task, label, method, lr, seed, epochs) for seed in seeds for label, method, lr in methods]
 
 
 def search_runs(task: Task, settings: Sequence[tried.Tried], epochs: float) -> list[Run]:
@@ -72,6 +78,7 @@ def search_runs(task: Task, settings: Sequence[tried.Tried], epochs: float) -> l
 
 PARTS: dict[str, list[Run]] = {
     "digits best": best_runs(DIGITS, DIGITS_BEST, 24),
+    "digits longer best": best_runs(DIGITS, DIGITS_LONGER, 48, SEEDS),
     "letters best": best_runs(LETTERS, LETTERS_BEST, 16),
     "digits": table_runs(DIGITS, compared(4, "momentum", 0.25), (0.03, 0.1), 12),
     "letters": table_runs(LETTERS, compared(2, "adamw", 0.625), (0.003, 0.01), 8),
