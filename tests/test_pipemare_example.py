@@ -125,3 +125,34 @@ def test_chart_has_round_ticks_and_cuts_at_its_top(load: Load, tmp_path: Path) -
     lines = [each.get("points", "") for each in root.iter("{http://www.w3.org/2000/svg}polyline")]
     assert len(lines) == 2
     assert lines[0].split()[1].endswith(f",{chart.TOP:.1f}")
+
+
+def test_two_reports_at_once_keep_each_others_runs(load: Load, tmp_path: Path) -> None:
+    runs = load("runs")
+    one, two = runs.Results(tmp_path / "results.json"), runs.Results(tmp_path / "results.json")
+    one.put("a", {"accuracy": 0.5})
+    two.put("b", {"accuracy": 0.25})
+    assert runs.Results(tmp_path / "results.json").rows == {"a": {"accuracy": 0.5}, "b": {"accuracy": 0.25}}
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_curve_of_a_run_that_diverged_is_shorter_not_wider(load: Load) -> None:
+    runs = load("runs")
+    losses = [float(update) for update in range(288)]
+    whole, early = runs.thinned(losses, 288), runs.thinned(losses[:50], 288)
+    assert len(whole) == runs.POINTS
+    assert whole[:8] == early[:8] == [2.5 + 6.0 * at for at in range(8)]
+    assert len(early) == 9
+
+
+def test_settings_that_were_tried_are_told_apart_and_the_best_comes_first(load: Load, tmp_path: Path) -> None:
+    runs, report = load("runs"), load("report")
+    for name in ("digits search", "letters search"):
+        planned = runs.PARTS[name]
+        assert len({run.key() for run in planned}) == len({(run.label, run.lr, run.seed) for run in planned})
+        assert {run.use for run in planned} == {"choose"}
+    results, planned = runs.Results(tmp_path / "results.json"), runs.PARTS["letters search"][:2]
+    for run, accuracy in zip(planned, (0.25, 0.5), strict=True):
+        results.put(run.key(), {"accuracy": accuracy})
+    rows = report.search_table(results, planned).splitlines()[2:]
+    assert [row.split(" | ")[-1] for row in rows] == ["50.00 (50.0) |", "25.00 (25.0) |"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -101,7 +102,11 @@ def search_table(results: Results, planned: Sequence[Run]) -> str:
 
 
 def curves(results: Results, planned: Sequence[Run], path: Path, title: str, best: bool) -> None:
-    """Training loss by update, the mean over the seeds, of each method at one rate: its best, or the least."""
+    """Training loss by update, the mean over the seeds, of each method at one rate: its best, or the least.
+
+    A line ends where the first seed diverged. The best ones of the digits come so near to zero that logs are shown.
+    """
+    logarithms = best and title.startswith("digits")
     series: dict[str, list[tuple[float, float]]] = {}
     for label in dict.fromkeys(run.label for run in planned):
         own = [(run, row) for run, row in results.of(planned) if run.label == label and row["curve"]]
@@ -112,9 +117,11 @@ def curves(results: Results, planned: Sequence[Run], path: Path, title: str, bes
         lines = [row["curve"] for run, row in own if run.lr == lr]
         size = runs.piece(round(own[0][0].epochs * own[0][0].task.epoch))
         points = [mean(parts) for parts in zip(*lines, strict=False)]
-        series[f"{label}, {lr:g}"] = [((at + 0.5) * size, y) for at, y in enumerate(points)]
+        series[f"{label}, {lr:g}"] = [((at + 0.5) * size, math.log10(max(y, 1e-9)) if logarithms else y)
+                                     for at, y in enumerate(points)]
     if series:
-        chart.lines(path, title, "updates", "training loss", series, top=4.0 if "letters" in path.name else 3.0)
+        up, top = ("training loss, log10", 0.5) if logarithms else ("training loss", 4.0 if "letters" in title else 3.0)
+        chart.lines(path, title, "updates", up, series, top=top)
 
 
 def machine() -> str:
