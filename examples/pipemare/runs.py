@@ -49,6 +49,7 @@ DIGITS_BEST = [
     ("synchronous, AdamW", Method(optimizer="adamw"), 0.02),
     ("synchronous, AdamW", Method(optimizer="adamw"), 0.04),
     ("synchronous, AdamW beta 0.5", Method(optimizer="adamw", momentum=0.5), 0.02),
+    ("PipeMare, T1 + T2 + T3, AdamW", replace(MARE, momentum=0.9), 0.01),
     ("PipeMare, T1 + T2 + T3, AdamW beta 0.5", MARE, 0.02),
     ("PipeMare 1f1b, T1 + T3, SGD momentum 0.5",
      Method("pipemare", inflight="1f1b", reschedule=0.25, warm=0.2, momentum=0.5), 0.1),
@@ -58,7 +59,7 @@ DIGITS_BEST = [
     ("PipeMare 1f1b, T1 + T2 + T3, AdamW, 4 devices", FEW, 0.04),
     ("PipeMare 1f1b, T1 + T2 + T3, AdamW beta 0.5, 4 devices", replace(FEW, momentum=0.5), 0.02),
 ]
-DIGITS_LONGER = [DIGITS_BEST[number] for number in (1, 2, 4, 5)]  # with twice the epochs on both sides
+DIGITS_LONGER = [DIGITS_BEST[number] for number in (1, 2, 5, 6)]  # with twice the epochs on both sides
 LETTERS_BEST = [
     ("synchronous, AdamW", Method(optimizer="adamw", devices=4), 0.01),
     ("PipeMare 1f1b, T1 + T2 + T3, AdamW beta 0.5", replace(MARE, inflight="1f1b", devices=4), 0.01),
