@@ -1,12 +1,12 @@
 """Asynchronous pipelines: the gain that no bubble brings on two devices, and the cost of emulating many on one.
 
-    python benchmarks/asynchronous.py [--rounds 21] [--only steady emulation] [--markdown]
+    python benchmarks/asynchronous.py [--rounds 15] [--only steady emulation] [--markdown]
 
 *Steady state*: on two CPU threads one step of a full asynchronous pipeline against one of 1f1b and gpipe, the same
 model and minibatch, optimizer steps included, M = 2, 4, 8 microbatches; beside it what ``plan.simulate`` predicts from
 a profile. One step of each per round; ratios are taken within a round and their median is given, with the quartiles in
-brackets. *Emulation*: the replay backend runs the plan of 107 devices, a convolution layer each, in one thread, against
-a plain loop over the same microbatches with the same optimizers.
+brackets. *Emulation*: the replay backend runs plans of 107 devices, a convolution layer each, in one thread, against a
+plain loop over the same microbatches with the same optimizers; 1f1b tells what of it any plan of so many devices costs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import pipec
 
 ASYNCHRONOUS = ("pipedream", "live-weights", "pipemare")
 SYNCHRONOUS = ("gpipe", "1f1b")
-FILL = 8  # steps before the first round: the pipeline is full then
+FILL = 4  # steps before the first round, at least: two devices are full then
+EMULATED = ("1f1b", "pipedream", "pipemare")
 
 
 def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -42,7 +43,7 @@ class Training:
         net = model.pipeline()
         self.plan = pipec.compile(net, 2, microbatches, schedule, placement=model.placement(2), update="stage")
         self.run = pipec.Runner(net, self.plan, optimizer=optimizer, backend="threads")
-        for _ in range(FILL):
+        for _ in range(max(FILL, self.plan.minibatches)):
             self()
 
     def __call__(self) -> Any:
@@ -111,7 +112,7 @@ def emulation(devices: int, microbatches: int, count: int) -> rounds.Table:
     shape = (rows * microbatches, width, size, size)
     batch = torch.randn(shape), torch.randn(shape)
     contenders: dict[str, Any] = {"plain loop": Plain(layers(), batch, microbatches)}
-    for schedule in ("pipedream", "pipemare"):
+    for schedule in EMULATED:
         net = pipec.Pipeline("deep")
         value, target = net.input("x"), net.input("y")
         for number, layer in enumerate(layers()):
@@ -135,7 +136,7 @@ def emulation(devices: int, microbatches: int, count: int) -> rounds.Table:
 def main() -> None:
     rounds.prepare()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--devices", type=int, default=107)
     cases = ("steady", "emulation")
@@ -148,7 +149,7 @@ def main() -> None:
         tables += [steady(build, m, options.rounds) for build in (models.unet, models.transformer)
                    for m in options.microbatches]
     if "emulation" in options.only:
-        tables.append(emulation(options.devices, 8, max(3, options.rounds // 4)))
+        tables.append(emulation(options.devices, 8, max(3, options.rounds // 3)))
     rounds.publish("asynchronous", f"{rounds.machine()}; {options.rounds} rounds; {quiet}.", tables, options.markdown)
 
 
