@@ -29,6 +29,8 @@ class PipeMare:
 
     ``inflight``: "full", the paper's 2(P - i) + 1 microbatches on device i, or "1f1b", P - i + 1.
     ``correction``: the decay D of the mean change, "optimal", or None for no correction.
+    ``keep_corrected``: the corrected weights are made once per update, at the price of one more copy of the weights,
+    and not at every backward; the numbers are the same.
     ``segments``: recompute in segments of so many chunks, of which only the first keeps its input; the fewest
     activations are held near the square root of their number.
     """
@@ -41,12 +43,13 @@ class PipeMare:
     inflight: str = "full"
     correction: float | str | None = 0.135
     segments: int | None = field(default=None, converter=_segments)
+    keep_corrected: bool = False
     name: str = "pipemare"
     placement: str = "linear"
 
     @property
     def weights(self) -> Rule:
-        return Live() if self.correction is None else Corrected(self.correction)
+        return Live() if self.correction is None else Corrected(self.correction, self.keep_corrected)
 
     def order(self, problem: Problem) -> Order:
         slots = slots_of(self.inflight, len(problem.chunks))

@@ -155,7 +155,7 @@ class Flow:
         self.window, self.fed, self._devices = None, 0, []
         self._together.drop()
         for weights in self.weights:
-            weights.kept, weights.made = {}, None
+            weights.kept, weights.made, weights.corrected = {}, None, None
 
     def _begin(self) -> None:
         """An empty pipeline."""

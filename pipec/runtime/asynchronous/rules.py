@@ -103,7 +103,12 @@ class CorrectedHalf(Half):
         tau, base = self.delays[weights.stage.index].forward, weights.of(version).bare
         if tau <= 0 or "delta" not in weights.buffers:
             return base.__getitem__
-        return _moved(base, weights.buffer("delta"), -tau)
+        if not self.rule.kept:
+            return _moved(base, weights.buffer("delta"), -tau)
+        if weights.corrected is None:  # gone with the next update, and there is one version only
+            delta = weights.buffer("delta")
+            weights.corrected = [_sum(own, along, -tau) for own, along in zip(base, delta, strict=True)]
+        return weights.corrected.__getitem__
 
     def update(self, weights: StageWeights, advance: Advance) -> None:
         if not self.makes(weights.stage.index) or not weights.parameters:

@@ -116,6 +116,7 @@ class StageWeights:
         buffers: what the weight rule keeps, by name, one tensor per parameter (``delta``, say).
         rates: the learning rates of the last update, one per parameter group.
         made: weights that a rule made of the newest version, under a key of its own; gone with the next update.
+        corrected: those that backwards read, where the rule keeps them; gone with the next update as well.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -125,6 +126,7 @@ class StageWeights:
         self.buffers: dict[str, list[Tensor]] = {}
         self.rates: list[Any] = []
         self.made: tuple[Any, Leaves] | None = None
+        self.corrected: list[Tensor] | None = None
         self.names: list[str] = []
         self.live = Leaves([], live=True)
         self._places: list[tuple[dict[str, Any], str, int]] = []
@@ -194,13 +196,13 @@ class StageWeights:
         """The parameters hold a new version now."""
         self.version += 1
         self.updates += 1
-        self.made = None
+        self.made = self.corrected = None
         if self.history:
             self.kept = {v: own for v, own in self.kept.items() if v >= self.version - self.history}
 
     def begin(self) -> None:
         """Nothing is in flight: count versions from 0 and look for parameters anew."""
-        self.version, self.made, self.kept = 0, None, {}
+        self.version, self.made, self.corrected, self.kept = 0, None, None, {}
         self.refresh()
 
     def shift(self, by: int) -> None:
