@@ -148,19 +148,14 @@ def build(
     problem = Problem(chunks, devices, microbatches, chunk_edges(graph, chunks), costs or Costs(),
                       tuple(s.name for s in graph.stages), recipe.memory_limit, slices=slices)
     if recipe.training and is_asynchronous(recipe.policy):
-        held = [value.name for value in graph.values if value.host]
-        if held:
-            raise ScheduleError(
-                f"skip(hold='host') of {', '.join(map(repr, held))}: schedule {policy_name(recipe.policy)!r} is "
-                "asynchronous, and values wait in host memory in synchronous plans only; leave hold= out"
-            )
         if slices != 1:
             refuse_slices(recipe.policy, slices)
         longest = getattr(getattr(recipe.policy, "weights", None), "longest", 0)
-        draft = settle(problem, lambda longer: compute_tasks(graph, longer, recipe), longest)
+        # with copies: before the last minibatch is cut off, values come back from host memory as in all others
+        draft = settle(problem, lambda longer: copies(compute_tasks(graph, longer, recipe)), longest)
     else:
-        draft = compute_tasks(graph, problem, recipe)
-    plan = evolve(finish(copies(draft), costs), recipe=recipe, data_parallel=recipe.data_parallel)
+        draft = copies(compute_tasks(graph, problem, recipe))
+    plan = evolve(finish(draft, costs), recipe=recipe, data_parallel=recipe.data_parallel)
     verify(plan, memory_limit=recipe.memory_limit)
     return plan
 

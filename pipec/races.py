@@ -20,6 +20,7 @@ from attrs import field, frozen
 
 from pipec.errors import PlanError, Problem, RaceError, raise_all
 from pipec.ir import BACKWARDS, CARRIES, FROM_HOST, Buffer, Kind, Lane, Plan
+from pipec.rules.base import READERS
 from pipec.verify.facts import Facts
 from pipec.verify.flow import deadlock_story
 from pipec.verify.form import form, lane_name
@@ -160,7 +161,7 @@ def orders_needed(plan: Plan) -> Iterator[tuple[int, int, str]]:
             verb = "used" if task in used.readers else "written"
             yield task, free, f"frees {name} while it is still to be {verb} by"
     yield from _early(plan)
-    yield from _updates(plan)
+    yield from _versions(plan) if plan.asynchronous else _updates(plan)
 
 
 def _early(plan: Plan) -> Iterator[tuple[int, int, str]]:
@@ -263,8 +264,6 @@ def _updates(plan: Plan) -> Iterator[tuple[int, int, str]]:
     table = plan.table
     updates = np.flatnonzero(table.kind == Kind.UPDATE).tolist()
     stages = table.stage[updates].tolist()
-    if not updates or len(set(stages)) < len(stages) or bool(table.version.any()):
-        return  # a plan with several updates a stage says by versions what its tasks read
     backward = np.isin(table.kind, BACKWARDS)
     for update, stage in zip(updates, stages, strict=True):
         own = backward & (table.stage == stage) if plan.update_early and stage >= 0 else backward
@@ -272,6 +271,41 @@ def _updates(plan: Plan) -> Iterator[tuple[int, int, str]]:
             rows = lanes[Lane.COMPUTE][own[lanes[Lane.COMPUTE]]]
             if len(rows):  # those before the last one on a lane come before that
                 yield int(rows[-1]), update, "changes parameters while their gradients are still to come from"
+
+
+def _versions(plan: Plan) -> Iterator[tuple[int, int, str]]:
+    """In an asynchronous plan an UPDATE writes the weights that tasks of its stage read: those of the version before
+    must be past, unless that is kept, those of the version it makes must wait; and it uses up the gradients so far."""
+    table, buffers, every = plan.table, plan.buffers, plan.update_every
+    kept = {
+        (int(buffers.ref[row]), int(buffers.microbatch[row])): (int(buffers.writer[row]), int(buffers.free[row]))
+        for row in np.flatnonzero(buffers.kind == Buffer.WEIGHT).tolist()
+    }
+    columns = (table.kind, table.stage, table.version, table.microbatch)
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    replaces = {(stage, version): task for task, (kind, stage, version, _) in enumerate(rows) if kind == Kind.UPDATE}
+    numbered = {(stage, number): task for task, (kind, stage, _, number) in enumerate(rows) if kind == Kind.UPDATE}
+    for task, (kind, stage, version, microbatch) in enumerate(rows):
+        if kind not in READERS and kind != Kind.UPDATE:
+            continue
+        maker, end = replaces.get((stage, version - 1)), replaces.get((stage, version))
+        copy = kept.get((stage, version))
+        if maker is not None:
+            yield maker, task, f"reads weight version {version} before it is made by"
+        if kind == Kind.UPDATE:
+            if copy is not None and copy[0] != task:
+                yield copy[0], task, f"replaces weight version {version} before it is copied by"
+            continue
+        if copy is not None and copy[1] != task:
+            yield task, copy[1], f"frees w{stage}[{version}] while it is still to be read by"
+        if copy is None and end is not None:
+            yield task, end, f"replaces weight version {version}, which is still to be read by"
+        if kind in BACKWARDS:
+            own, before = numbered.get((stage, microbatch // every)), numbered.get((stage, microbatch // every - 1))
+            if own is not None:
+                yield task, own, "steps the optimizer without the gradient that is still to be made by"
+            if before is not None:
+                yield before, task, "adds to gradients that are still to be used by"
 
 
 def _memory_name(plan: Plan, memory: Memory) -> str:

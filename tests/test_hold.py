@@ -65,10 +65,17 @@ def test_a_skip_of_a_skip_waits_where_either_says() -> None:
     assert [net.spec.stages[reader].name for reader in value.host] == ["c"]
 
 
-def test_asynchronous_schedules_are_refused_by_name() -> None:
-    with pytest.raises(pipec.ScheduleError) as error:
-        pipec.compile(unet(hold="host"), 2, 4, "pipedream", update="stage")
-    assert "skip(hold='host') of 'enc0', 'enc1': schedule 'pipedream' is asynchronous" in str(error.value)
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw", "live-weights", pipec.PipeMare(segments=2)])
+@pytest.mark.parametrize(("placement", "count"), [(FOLDED, 2), ([0, 0, 1, 1, 2], 1)])
+def test_asynchronous_plans_hold_values_too_and_every_step_alike(
+    schedule: Any, placement: list[int], count: int
+) -> None:
+    recompute = "never" if isinstance(schedule, pipec.PipeMare) else "always"
+    plan = held(schedule, placement, 6, update="stage", recompute=recompute)  # verified, its periods too
+    assert find_races(plan) == []
+    to_host, back = (plan.table.gradient == way for way in (TO_HOST, FROM_HOST))
+    assert to_host.sum() == back.sum() == count * plan.microbatches
+    assert plan.simulate().host_copies == 2 * count * plan.microbatches
 
 
 # -- planned -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pipec
 from pipec.errors import RaceError
 from pipec.ir import Buffer, Kind, Lane, Plan
 from pipec.races import check_races, find_races, orders_needed
-from pipec.runtime.adversary import Remains, Traps, held_back, legal_order, what_slots_hold
+from pipec.runtime.adversary import Memory, Remains, Traps, held_back, legal_order, what_slots_hold
 from pipec.runtime.lanes import Turn, turns
 from pipec.runtime.program import build_program
 from pipec.schedules import REGISTRY
@@ -199,7 +199,7 @@ def test_traps_are_set_on_values_and_gradients() -> None:
     plan = pipec.compile(pipec.chain(2), 2, 1)
     held = what_slots_hold(plan)[1]
     assert sorted(one.name for one in held.values()) == ["dv0[0]", "v0[0]"]
-    traps = Traps(plan, held, len(held) + 1)
+    traps = Traps(Memory(plan), 1, len(held) + 1)
     value = next(slot for slot, one in held.items() if one.value)
     with pytest.raises(RaceError, match=r"reads v0\[0\] before it was written by v0\[0\]:0>1"):
         traps[value]
@@ -218,7 +218,7 @@ def test_what_a_slot_held_is_filled_when_it_is_given_back() -> None:
     plan = pipec.compile(pipec.chain(2), 2, 1)
     held = what_slots_hold(plan)[0]
     slot = next(slot for slot, own in held.items() if own.value)
-    traps = Traps(plan, held, 1 + max(held))
+    traps = Traps(Memory(plan), 0, 1 + max(held))
     memory = np.ones(3)
     traps[slot] = torch.from_numpy(memory)
     traps[slot] = None

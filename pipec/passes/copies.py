@@ -54,4 +54,5 @@ def copies(draft: Draft) -> Draft:
             own = [index.input_backward(r) for r in readers if devices[r] == source]
             insert(value, source, home, np.maximum.reduce(own), 1)
     order = np.lexsort((np.concatenate(rank), np.concatenate(after)))
-    return evolve(draft, table=concat_tables(tables).take(order))
+    step = None if draft.step is None else draft.step[np.concatenate(after)][order]
+    return evolve(draft, table=concat_tables(tables).take(order), step=step)

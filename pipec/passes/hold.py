@@ -16,7 +16,7 @@ def gates(table: Table, order: npt.NDArray[Any], readers: npt.NDArray[np.int64])
     """Per reader the task that ends before its value may come back, -1 where there is none.
 
     The copy back then runs beside the one task between that one and the reader. Tasks of an overlap group count as
-    one; updates do not count, as they only come with the end of a step.
+    one; updates do not count: they only come with the end of a minibatch, and keep every step of a plan alike.
 
     Args:
         order: rows of the compute tasks of the readers' device, in the order of its lane.

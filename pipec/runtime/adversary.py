@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipec.errors import RaceError
-from pipec.ir import Buffer, Plan
+from pipec.ir import TABLE_COLUMNS, Buffer, Kind, Plan
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure
@@ -53,13 +54,14 @@ class Adversarial:
         """``choose``: the same adversary for every step, instead of one that follows from ``seed``."""
         self._seed, self._choose, self._steps = seed, choose, 0
         self._turns = Turns()
-        self._memory: dict[int, tuple[Plan, list[dict[int, Held]]]] = {}
+        self._memory: dict[int, Memory] = {}
 
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run to the end, or to the first task that raises."""
         plan = devices[0].step.plan
         turns = self._turns.of(plan, ops)
-        traps = [_trapped(device, plan, held) for device, held in zip(devices, self._held(plan), strict=True)]
+        memory = self._memory.setdefault(id(plan), Memory(plan, devices[0].step.places))
+        traps = [_trapped(device, memory) for device in devices]
         for turn in legal_order(turns, self._choose or self._adversary(turns)):
             traps[turn.op.device].now = turn
             try:
@@ -77,11 +79,6 @@ class Adversarial:
             return at_random(seed)
         return held_back(random.Random(seed).choice(turns).op.task if turns else -1, seed)
 
-    def _held(self, plan: Plan) -> list[dict[int, Held]]:
-        if id(plan) not in self._memory:
-            self._memory[id(plan)] = plan, what_slots_hold(plan)
-        return self._memory[id(plan)][1]
-
     def channels(self, routes: tuple[Route, ...]) -> Channels | None:
         return CopyingChannels(routes)
 
@@ -89,10 +86,10 @@ class Adversarial:
         """Nothing to close."""
 
 
-def _trapped(device: Device, plan: Plan, held: dict[int, Held]) -> Traps:
-    """The slots of a device as traps, set at the first part of a step."""
+def _trapped(device: Device, memory: Memory) -> Traps:
+    """The slots of a device as traps, set at the first part of a step, or of an asynchronous run."""
     if not isinstance(device.store, Traps):
-        device.store = Traps(plan, held, len(device.store))
+        device.store = Traps(memory, device.index, len(device.store))
     return device.store
 
 
@@ -132,19 +129,45 @@ class Held:
 VALUES = (Buffer.VALUE, Buffer.CARRY, Buffer.HOST, Buffer.FETCHED)
 
 
-def what_slots_hold(plan: Plan) -> list[dict[int, Held]]:
+Places = Sequence[Mapping[tuple[int, int, int], int]]  # per device the slots of (Buffer, ref, piece)
+
+
+class Memory:
+    """What a plan's slots hold, worked out when it is first asked for."""
+
+    def __init__(self, plan: Plan, places: Places | None = None) -> None:
+        """``places``: the slots, where they are not those of the plan's program."""
+        self.plan, self._places = plan, places
+
+    @cached_property
+    def held(self) -> list[dict[int, Held]]:
+        """Per device the slots with values and gradients."""
+        return what_slots_hold(self.plan, self._places)
+
+    @cached_property
+    def earlier(self) -> list[int]:
+        """Per task of an asynchronous plan the same one of the minibatch before, -1 where there is none."""
+        plan, table = self.plan, self.plan.table
+        names = [name for name in TABLE_COLUMNS if name not in ("microbatch", "version", "group")]
+        rows = list(zip(*(getattr(table, name).tolist() for name in names), strict=True))
+        numbers = table.microbatch.tolist()
+        found = {(row, number): task for task, (row, number) in enumerate(zip(rows, numbers, strict=True))}
+        updates = plan.minibatch // plan.update_every
+        by = [updates if kind == Kind.UPDATE else plan.minibatch for kind in table.kind.tolist()]
+        return [found.get((row, number - back), -1) for row, number, back in zip(rows, numbers, by, strict=True)]
+
+
+def what_slots_hold(plan: Plan, places: Places | None = None) -> list[dict[int, Held]]:
     """Per device the slots with values and gradients."""
-    made: list[dict[int, Held]] = []
-    places: list[dict[tuple[int, int, int], int]] = []
-    for keys in build_program(plan).keys:
-        made.append({})
-        places.append({key: slot for slot, key in enumerate(keys)})
+    if places is None:
+        places = [{key: slot for slot, key in enumerate(keys)} for keys in build_program(plan).keys]
+    made: list[dict[int, Held]] = [{} for _ in places]
     buffers = plan.buffers
     piece = buffers.microbatch * plan.slices + buffers.slice
     columns = (buffers.kind, buffers.ref, piece, buffers.device, buffers.writer, buffers.free)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for number, (kind, ref, own, device, writer, free) in enumerate(rows):
-        if kind != Buffer.ACTIVATION:
+        if kind not in (Buffer.ACTIVATION, Buffer.WEIGHT):  # versions of weights look after themselves
             slot = places[device][kind, ref, own]
             held = made[device].setdefault(slot, Held(buffers.token(number), kind in VALUES))
             held.writers.append(writer)
@@ -155,9 +178,9 @@ def what_slots_hold(plan: Plan) -> list[dict[int, Held]]:
 class Traps(list[Any]):
     """The slots of a device, which tell when one is touched at the wrong time."""
 
-    def __init__(self, plan: Plan, held: dict[int, Held], size: int) -> None:
+    def __init__(self, memory: Memory, device: int, size: int) -> None:
         super().__init__([None] * size)
-        self.plan, self.held = plan, held
+        self.plan, self.held, self._memory = memory.plan, memory.held[device], memory
         self.freed: dict[int, Turn | None] = {}  # by slot the task that gave it back
         self.now: Turn | None = None
         self.ran: set[int] = set()
@@ -189,16 +212,23 @@ class Traps(list[Any]):
                 self._caught(f"writes {held.name}, which was given back by", self.freed[slot], late=True)
         list.__setitem__(self, slot, value)
 
+    def __delitem__(self, places: Any) -> None:
+        """An asynchronous run moves one minibatch on: all that is known of slots and tasks moves along."""
+        by, row = places.stop, self.plan.microbatches
+        super().__delitem__(places)
+        self.freed = {slot - by: None for slot in self.freed if slot % row >= by}
+        self.ran = {self._memory.earlier[task] for task in self.ran} - {-1}
+
     def _caught(self, what: str, other: Turn | None, late: bool = False) -> None:
         told = f"{self._name(self.now)} {what}"
-        if other is not None:
+        if late:
             told += f" {self._name(other)}"
         advice = "the later must wait for the earlier" if late else "it must wait for that"
         raise RaceError(f"{told}; nothing in the plan keeps them in order, {advice}")
 
     def _name(self, turn: Turn | None) -> str:
         if turn is None:
-            return "a task"
+            return "a task of an earlier step"
         return f"{self.plan.table.task(turn.op.task)} ({lane_name(turn.lane)})"
 
 

@@ -41,6 +41,13 @@ class Channels:
             raise Stopped
         return item  # type: ignore[no-any-return]
 
+    def shift(self, by: int) -> None:
+        """Between two steps of an asynchronous run: what is under way goes to a slot ``by`` places before."""
+        for queue in self._queues.values():
+            for _ in range(queue.qsize()):
+                slot, payload = queue.get()
+                queue.put((slot - by, payload))
+
     def stop(self) -> None:
         """Wake every receiver and let every later receive fail."""
         self.stopped = True

@@ -56,6 +56,11 @@ class Accumulator:
             self._add(self._waiting.pop(self._order[self._next]))
             self._next += 1
 
+    @property
+    def complete(self) -> bool:
+        """Whether every microbatch has been added."""
+        return self._next == len(self._order)
+
     def give(self, place: int, total: Tensor) -> None:
         """Put a sum that was made elsewhere, of all processes say, in the place of this stage's own."""
         self.sums[place], self._own[place], self._plain = total, True, False

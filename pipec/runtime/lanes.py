@@ -118,6 +118,10 @@ class CopyingChannels(Channels):
     def to_host(self, payload: Any) -> Any:
         return copied(payload, duplicate)
 
+    def shift(self, by: int) -> None:
+        for route, arrived in self._arrived.items():
+            self._arrived[route] = deque((slot - by, payload) for slot, payload in arrived)
+
     def receive(self, route: Route) -> tuple[int, Any]:
         """What has arrived next on ``route``.
 

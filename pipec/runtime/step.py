@@ -178,6 +178,8 @@ class Step:
     random numbers.
     """
 
+    places: Any = None  # slots are those of the plan's program
+
     def __init__(
         self, plan: Plan, batch: Batch, accumulators: list[Accumulator], scale: float = 1.0,
         update: Callable[[int], None] | None = None, probe: Probe | None = None, *, random: Randomness,

@@ -269,6 +269,10 @@ class StreamChannels(Channels):
         self.spent = start, self._api.mark(out.stream)
         self._arrived[route].append((slot, name, made))
 
+    def shift(self, by: int) -> None:
+        for route, arrived in self._arrived.items():
+            self._arrived[route] = deque((slot - by, name, payload) for slot, name, payload in arrived)
+
     def to_host(self, payload: Any) -> Any:
         return self._alone(payload, self._api.host_memory)
 

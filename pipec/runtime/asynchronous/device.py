@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from pipec.runtime.borders import edges, pack, versions
 from pipec.runtime.buffers import NOT_WATCHED
 from pipec.runtime.engine import gradients
 from pipec.runtime.executor import HANDLERS, Device, Tape, _flat, _shaped
-from pipec.runtime.program import Op
+from pipec.runtime.program import Op, Route
 from pipec.runtime.randomness import Purpose
 from pipec.runtime.stages import Stage
 from pipec.runtime.strays import flat, leaves_below
+from pipec.runtime.transfer import copied, tensors
+from pipec.tree import tree_map
 
 
 class WeightTape(Tape):
@@ -45,6 +48,13 @@ class OverlappedDevice(Device):
         self._reading: Reading | None = None
         self._saved: Saved | None = None
         self._common: dict[tuple[int, bool, bool], tuple[Saved, Any]] = {}  # hooks of forwards with live weights
+
+    def shift(self, by: int, period: Mapping[Route, int]) -> None:
+        """Everything alive moves ``by`` microbatches towards the start; ``period``: hand-overs a step, by route."""
+        del self.store[:by]
+        self.store.extend([None] * by)
+        for route in self.received:
+            self.received[route] -= period[route]
 
     def forward(self, op: Op) -> None:
         """FORWARD with the weights that the plan and its rule say."""
@@ -77,6 +87,7 @@ class OverlappedDevice(Device):
         try:
             if leaves.live:
                 run(op)
+                self._part(self.stages[op.stage], op, leaves)
             else:
                 with weights.standing_in(leaves):
                     run(op)
@@ -84,6 +95,18 @@ class OverlappedDevice(Device):
             self._leaves = self._reading = self._saved = None
         if reading.drops:
             weights.drop(reading.drops)
+
+    def _part(self, stage: Stage, op: Op, leaves: Leaves) -> None:
+        """Where a value is a live parameter, or a view of one, hand on a copy: an UPDATE writes into the parameter
+        while others still read the value, on other lanes and devices too."""
+        store, storages = self.store, leaves.storages
+        for slot in op.gives:
+            if slot >= 0 and any(place(tensor) in storages for tensor in tensors(store[slot])):
+                store[slot] = copied(store[slot], lambda tensor: apart(tensor, storages))
+        if op.kind is Kind.FORWARD:
+            for index, _ in stage.outputs:
+                column = self.step.outputs[index]
+                column[op.piece] = tree_map(lambda leaf: apart(leaf, storages), column[op.piece])
 
     def _call(self, stage: Stage, op: Op, hooks: Any) -> tuple[list[Any], Any, Any, list[Any]]:
         reading, leaves = self._reading, self._leaves
@@ -172,6 +195,7 @@ class OverlappedDevice(Device):
         stage, step = self.stages[op.stage], self.step
         reading: Reading = step.readings[op.task]
         weights, tape = step.weights[op.stage], self.store[op.tape]
+        weights.of(reading.version)  # kept for this task, also where the graph holds the same tensors
         leaves, roots, seeds = self._arrived(stage, op)
         wanted, shape = _flat(leaves)
         inputs = len(wanted)
@@ -205,6 +229,16 @@ OverlappedDevice.handlers = (
     OverlappedDevice.forward, OverlappedDevice.recompute, OverlappedDevice.backward, *HANDLERS[3:7],
     OverlappedDevice.update,
 )
+
+
+def place(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins; 0 for one without a storage."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def apart(leaf: Any, storages: Mapping[int, Any]) -> Any:
+    """A copy of a tensor in one of ``storages``; anything else as it is."""
+    return leaf.clone() if isinstance(leaf, Tensor) and place(leaf) in storages else leaf
 
 
 def check_standing_in(stage: Stage, weights: StageWeights, roots: list[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
-from pipec.errors import Problem, RunError, note, raise_all
+from pipec.errors import Problem, RaceError, RunError, note, raise_all
 from pipec.ir import Plan
 from pipec.runtime.alone import Alone
 from pipec.runtime.asynchronous import rescheduling as rates
@@ -20,9 +20,9 @@ from pipec.runtime.asynchronous.program import Segment, build_steps
 from pipec.runtime.asynchronous.reads import OnRead
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
 from pipec.runtime.asynchronous.result import AsynchronousResult, Finished, result_of
-from pipec.runtime.asynchronous.together import Run
 from pipec.runtime.asynchronous.weights import StageWeights
 from pipec.runtime.asynchronous.window import Flight, Window, flight_of
+from pipec.runtime.backends import Backend
 from pipec.runtime.failure import annotate
 from pipec.runtime.gradients import commit
 from pipec.runtime.program import Op
@@ -97,7 +97,9 @@ class Flow:
             self.steps.half.check(weights, self.optimizers.get(weights.stage.index))
         check_gradients(self.weights)
 
-    def step(self, batch: Batch, random: Randomness, probe: Probe | None, run: Run) -> AsynchronousResult:
+    def step(
+        self, batch: Batch, random: Randomness, probe: Probe | None, backend: Backend
+    ) -> AsynchronousResult:
         """Feed one minibatch and run one step of the plan, when it is :meth:`ready`.
 
         Raises:
@@ -107,7 +109,7 @@ class Flow:
         options = {stage: rates.options_of(optimizer) for stage, optimizer in self.optimizers.items()}
         flight = flight_of(batch, random, self.steps.every, options)
         if self.window is None:
-            self._begin()
+            self._begin(backend)
         window = self.window
         assert window is not None
         place = min(self.fed, len(self.steps.segments) - 1)
@@ -116,10 +118,10 @@ class Flow:
         window.feed(place, flight, packets)
         window.probe = probe
         self.fed += 1
-        self.pending += self._run(self.steps.segments[place], place, run)
+        self.pending += self._run(self.steps.segments[place], place, backend)
         return self.result()
 
-    def drain(self, run: Run, position: Position) -> tuple[int, ...]:
+    def drain(self, backend: Backend, position: Position) -> tuple[int, ...]:
         """Run what is left of the minibatches in flight; the next result has what it finished.
 
         Returns:
@@ -133,7 +135,7 @@ class Flow:
         self._party.flush(lambda: check_unchanged(self.weights), position)
         numbers = tuple(flight.number for flight in self.in_flight)
         count = min(self.fed, len(self.steps.segments))
-        self.pending += self._run(self.steps.flush(count), count, run)
+        self.pending += self._run(self.steps.flush(count), count, backend)
         self.drop()
         return numbers
 
@@ -157,7 +159,7 @@ class Flow:
         for weights in self.weights:
             weights.kept, weights.made, weights.corrected = {}, None, None
 
-    def _begin(self) -> None:
+    def _begin(self, backend: Backend) -> None:
         """An empty pipeline."""
         for optimizer in self.optimizers.values():  # schedulers step before the first update is there; that is right
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -165,7 +167,7 @@ class Flow:
         self.window = Window(self.steps, self.spec, self.weights, self.optimizers, self._update, self.delay)
         self.window.known = self._known
         stages = [weights.stage for weights in self.weights]
-        self._devices = self._together.devices(stages, self.window)
+        self._devices = self._together.devices(stages, self.window, backend)
 
     def _history(self, stage: int) -> int:
         return 0 if self.delay is None else self.delay.longest + ceil(self.steps.staleness[stage]) + 1
@@ -173,15 +175,10 @@ class Flow:
     def _shift(self) -> None:
         """Move everything alive one minibatch towards the start of the plan."""
         assert self.window is not None
-        by = self.plan.minibatch
         self.window.shift()
-        for device in self._devices:
-            del device.store[:by]
-            device.store.extend([None] * by)
-            for route in device.received:
-                device.received[route] -= self.steps.period[route]
+        self._together.shift(self._devices, self.plan.minibatch)
 
-    def _run(self, segment: Segment, step: int, run: Run) -> list[Finished]:
+    def _run(self, segment: Segment, step: int, backend: Backend) -> list[Finished]:
         """Run a segment, that of ``step``; what was finished in it."""
         window = self.window
         assert window is not None
@@ -190,7 +187,7 @@ class Flow:
         window.starts, window.ends = [0] * size, [0] * size
 
         def work() -> None:
-            failure = self._together.run(self._devices, segment, run)
+            failure = self._together.run(self._devices, segment, backend)
             try:
                 if failure is not None:
                     raise annotate(failure, self.plan.graph)
@@ -234,6 +231,11 @@ class Flow:
         optimizer = self.optimizers.get(op.stage)
         flight = window.flight((op.microbatch + 1) * window.every - 1)
         sums = window.sums.pop((op.stage, op.microbatch), None)
+        if sums is None or not sums.complete:
+            raise RaceError(
+                f"the UPDATE {op.microbatch} of stage {weights.stage.name!r} runs before all gradients it uses are "
+                "there; nothing in the plan keeps it after their backwards"
+            )
         if op.task in self.steps.keeps or weights.history:
             weights.keep()
         if optimizer is not None:
@@ -243,8 +245,7 @@ class Flow:
                 weights.rates = rates.advance(optimizer, options, factor * scale)
 
             try:
-                if sums is not None:
-                    commit([sums], set())
+                commit([sums], set())
                 self.steps.half.update(weights, advance)
             finally:
                 for group in optimizer.param_groups:

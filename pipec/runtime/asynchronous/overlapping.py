@@ -146,7 +146,7 @@ class Overlapping:
             anchor_reads(stage, watched)
         with no_kept_casts():
             random = Randomness(self._streams, position)
-            result = flow.step(batch, random, self.probe, self._backend.run)
+            result = flow.step(batch, random, self.probe, self._backend)
         self._position = self._position.advanced()
         return result
 
@@ -156,7 +156,7 @@ class Overlapping:
             return ()
         with Claim(self.spec.name) as claim, no_kept_casts():
             claim.take((p for weights in self._weights for p in weights.parameters), self.stages)
-            return self._flow.drain(self._backend.run, self._position)
+            return self._flow.drain(self._backend, self._position)
 
     # -- to be read and plotted -----------------------------------------------------------------------------
 
@@ -272,8 +272,6 @@ def refusals(run: Any) -> list[Problem]:
         ))
     if run._delay is not None and run._backend_name != "replay":
         problems.append(Problem("delay= is for backend='replay', where every run is repeatable"))
-    if run._party.backend is None and run._backend_name not in (None, "threads", "replay"):
-        problems.append(Problem(f"backend={run._backend_name!r} runs synchronous plans; use 'threads' or 'replay'"))
     if run._real is not None:
         problems.append(Problem("asynchronous plans run on the CPU so far; leave devices= out"))
     return problems

@@ -21,7 +21,7 @@ from pipec.periods import Periods, Rows, minibatch_of, periods
 from pipec.rules import find_rule, newest_by_row
 from pipec.rules.base import READERS
 from pipec.runtime.asynchronous.rules import Delays, Half, half_of
-from pipec.runtime.program import Op, Route, Slot, Slots, instructions
+from pipec.runtime.program import NOWHERE, Op, Route, Slot, Slots, instructions
 
 
 class RowSlots(Slots):
@@ -92,6 +92,7 @@ class Steps:
     period: dict[Route, int]  # hand-overs per steady step, by route
     every: int  # backwards per update
     ends: tuple[int, ...]  # per minibatch the step of its last UPDATE, or as many as there are minibatches: the flush
+    places: tuple[dict[tuple[int, int, int], Slot], ...]  # per device the slots of (Buffer, ref, microbatch)
     _made: tuple[Op, ...]
     _periods: Periods
     _flushes: dict[int, Segment] = field(factory=dict)
@@ -118,7 +119,7 @@ class Steps:
         sent, place = dict(before), {}
         for row in rows.tolist():
             op = self._made[row]
-            if op.kind is Kind.COPY:
+            if op.kind is Kind.COPY and op.route is not NOWHERE:
                 sent[op.route] += 1
                 place[row] = op.route, sent[op.route]
         made = {}
@@ -159,7 +160,7 @@ def build_steps(plan: Plan, late: float | None = None) -> Steps:
     if late is not None and not half.follows:
         half = half_of(rule, [evolve(own, forward=own.forward + late) for own in delays])
     last = _last_steps(plan, made).tolist()
-    segments, sent = [], dict.fromkeys({op.route for op in ops if op.kind is Kind.COPY}, 0)
+    segments, sent = [], dict.fromkeys({op.route for op in ops if op.kind is Kind.COPY} - {NOWHERE}, 0)
     for step in range(made.steady + 1):
         finished = [m for m, own in enumerate(last) if own == step]
         segments.append(_segment(plan, ops, made.ids(step), finished, sent))
@@ -168,7 +169,7 @@ def build_steps(plan: Plan, late: float | None = None) -> Steps:
               for route in sent}
     return Steps(plan, half, delays, staleness, tuple(segments), _readings(plan, half, late is not None), _keeps(plan),
                  tuple(own.size for own in slots), tuple(sorted(sent)), period, plan.update_every, _ends(plan, made),
-                 ops, made)
+                 tuple(own.number for own in slots), ops, made)
 
 
 def _segment(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipec.errors import RaceError
 from pipec.runtime.stages import Stage
 from pipec.tree import tree_map
 
@@ -170,8 +171,22 @@ class StageWeights:
                        for index in self.live.moved()]
 
     def of(self, version: int) -> Leaves:
-        """The weights of ``version``, live or kept."""
-        return self.live if version == self.version else self.kept[version]
+        """The weights of ``version``, live or kept.
+
+        Raises:
+            RaceError: there are none: a task came before the UPDATE that makes them, or after they were given back.
+        """
+        if version == self.version:
+            return self.live
+        found = self.kept.get(version)
+        if found is None:
+            gone = "not been made yet" if version > self.version else "been replaced and given back"
+            raise RaceError(
+                f"a task of stage {self.stage.name!r} reads weight version {version}, which has {gone} (the newest is "
+                f"{self.version}); nothing in the plan keeps it in order with the stage's UPDATEs, or frees the version"
+                " after it"
+            )
+        return found
 
     def keep(self) -> None:
         """Copy the newest version, before an UPDATE replaces it."""

@@ -75,7 +75,7 @@ class Window:
     ) -> None:
         plan = steps.plan
         self.steps, self.plan, self.half, self.readings = steps, plan, steps.half, steps.readings
-        self.weights, self.optimizers = weights, optimizers
+        self.weights, self.optimizers, self.places = weights, optimizers, steps.places
         self.minibatch, self.every = plan.minibatch, steps.every
         count = plan.microbatches
         self.inputs: list[list[Any]] = [[None] * count for _ in spec.inputs]
@@ -115,8 +115,9 @@ class Window:
         self.drawn = {(stage, m - by): states for (stage, m), states in self.drawn.items()}
         self.sums = {(stage, update - updates): own for (stage, update), own in self.sums.items()}
         self.statistics.shift(updates)
-        for weights in self.weights:
-            weights.shift(updates)
+        for weights, stage in zip(self.weights, self.plan.graph.stages, strict=True):
+            if stage.backward:  # others are never updated: every task reads version 0
+                weights.shift(updates)
 
     def take(self, microbatches: Sequence[int]) -> list[Finished]:
         """What finished microbatches leave; it is forgotten here."""

@@ -10,8 +10,9 @@ from attrs import evolve
 from pipec.runtime.asynchronous.device import OverlappedDevice
 from pipec.runtime.asynchronous.program import Segment, Steps
 from pipec.runtime.asynchronous.result import Finished
-from pipec.runtime.asynchronous.together import Run, Together
+from pipec.runtime.asynchronous.together import Together
 from pipec.runtime.asynchronous.window import Window
+from pipec.runtime.backends import Backend
 from pipec.runtime.distributed.backend import Standing, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
 from pipec.runtime.distributed.council import FIXED
@@ -53,7 +54,7 @@ class RankTogether(Together):
         self._window: Window | None = None
         self._open: RankChannels | None = None
 
-    def devices(self, stages: list[Stage], window: Window) -> list[OverlappedDevice]:
+    def devices(self, stages: list[Stage], window: Window, backend: Backend) -> list[OverlappedDevice]:
         """The one device of this rank."""
         self._window, me = window, self._ranks.device
         return [RankOverlappedDevice(self._ranks.watch, me, self.steps.slots[me], stages, window, None)]
@@ -62,7 +63,7 @@ class RankTogether(Together):
         """Forget what is in flight."""
         self._window = self._open = None
 
-    def run(self, devices: Sequence[OverlappedDevice], segment: Segment, run: Run) -> Failure | None:
+    def run(self, devices: Sequence[OverlappedDevice], segment: Segment, backend: Backend) -> Failure | None:
         """Run this rank's tasks of a segment."""
         device: Any = devices[0]
         ranks, plan = self._ranks, self.steps.plan
@@ -71,7 +72,7 @@ class RankTogether(Together):
         own = self._traffic[id(segment)][1]
         ranks.watch.runs(plan.microbatches, True)
         self._open = device.channels = ranks.channels(plan, own, self._forms(), dict(device.received))
-        return run(devices, segment.ops, self._open)
+        return backend.run(devices, segment.ops, device.channels)
 
     def _forms(self) -> list[int | None]:
         """The rows of every microbatch in the window."""
