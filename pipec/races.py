@@ -164,6 +164,9 @@ def orders_needed(plan: Plan) -> Iterator[tuple[int, int, str]]:
     yield from _versions(plan) if plan.asynchronous else _updates(plan)
 
 
+EARLY = "comes back from host memory before the end of"
+
+
 def _early(plan: Plan) -> Iterator[tuple[int, int, str]]:
     """A copy back from host memory takes memory that only counts as free one task ahead of its reader."""
     if not any(info.host for info in plan.graph.values):
@@ -174,7 +177,7 @@ def _early(plan: Plan) -> Iterator[tuple[int, int, str]]:
             back = facts.copy(value, FROM_HOST, int(facts.home[info.producer]), device)
             for gate, copy in zip(facts.gate(device, stages).tolist(), back.tolist(), strict=True):
                 if gate >= 0 and copy >= 0:
-                    yield gate, copy, "comes back from host memory before the end of"
+                    yield gate, copy, EARLY
 
 
 def memory_of(plan: Plan) -> dict[Memory, Touched]:

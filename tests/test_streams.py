@@ -18,9 +18,9 @@ import pipec
 from pipec.ir import Plan
 from pipec.runtime import stream_lanes
 from pipec.runtime.placement import check_places
-from pipec.runtime.stream_api import Call, Recorder
+from pipec.runtime.stream_api import Call, RecordedStream, Recorder
 from pipec.runtime.stream_lanes import StreamLanes
-from pipec.runtime.stream_proof import MEMORY, Happened, problems
+from pipec.runtime.stream_proof import MEMORY, Happened, memory_problems, problems
 
 __all__ = ["kept_streams"]
 
@@ -185,6 +185,39 @@ def test_what_a_stage_hands_on_or_keeps_is_never_the_copy_in_streams_memory() ->
     assert len(seen) == len(arrived) == 4
     assert len(held) == 4, "the memory is still there, so that addresses can be compared"
     assert not set(seen) & set(arrived)
+
+
+class Callers(Recorder):
+    """A caller that changes streams: ``turn`` says which one it is on."""
+
+    turn = 0
+
+    def caller(self, device: torch.device) -> RecordedStream:
+        return RecordedStream(device, f"caller {self.turn} {device}")
+
+
+class OnlyCallers(StreamLanes):
+    """Streams that wait for their callers, but not for the end of the part before."""
+
+    def _enter(self) -> None:
+        self._ends = [None] * len(self.devices)
+        super()._enter()
+
+
+def of_two_callers(kind: type[StreamLanes]) -> list[Call]:
+    """The calls of two steps, each on a caller's stream of its own that does not know of the other."""
+    net, callers = chain(2), Callers()
+    with pipec.Runner(net, pipec.compile(net, 2, 3, "gpipe"), backend=kind(callers, backend(2).devices)) as run:
+        run.step(**data(6))
+        callers.turn = 1
+        run.step(**data(6))
+    return callers.calls
+
+
+def test_memory_of_a_step_is_taken_again_when_all_have_left_it_whoever_calls_next() -> None:
+    assert memory_problems(of_two_callers(StreamLanes)) == []
+    found = memory_problems(of_two_callers(OnlyCallers))
+    assert "in 1 takes back v0[2]:0>1 arrived, which takes over v0[2]:0>1 may still use" in found
 
 
 def test_updates_and_evaluation_on_streams() -> None:

@@ -179,6 +179,7 @@ class Step:
     """
 
     places: Any = None  # slots are those of the plan's program
+    lasting = False  # inputs are for this step alone
 
     def __init__(
         self, plan: Plan, batch: Batch, accumulators: list[Accumulator], scale: float = 1.0,
@@ -188,6 +189,7 @@ class Step:
         spec, count = batch.spec, batch.pieces
         self.plan, self.batch, self.accumulators, self.scale = plan, batch, accumulators, scale
         self.inputs = batch.packets()
+        self.fresh = range(count)  # pieces of the inputs that were not sent to devices yet
         self.outputs: list[list[Any]] = [[None] * count for _ in spec.outputs]
         self.losses: list[list[Any]] = [[None] * count for _ in spec.losses]
         self.input_gradients: list[list[Parcel] | None] = [  # None: the caller asks for none

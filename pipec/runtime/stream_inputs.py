@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pipec.ir import Kind, Lane
+from pipec.ir import Lane
 from pipec.runtime.executor import Device
-from pipec.runtime.program import Op
 from pipec.runtime.stream_api import Event, StreamApi
 from pipec.runtime.transfer import copied, duplicate, tensors
 
@@ -31,24 +30,29 @@ class Inputs:
         self._users = False  # whether memory that the user has pinned is being read
         self._last: Event | None = None
 
-    def send(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]]) -> None:
-        """Queue the copies of all microbatches, first ones first."""
-        for device, row in zip(devices, ops, strict=True):
-            stages = {op.stage for op in row if op.kind is Kind.FORWARD}
+    def send(self, devices: Sequence[Device]) -> None:
+        """Queue the copies of all microbatches that are new, first ones first."""
+        step = devices[0].step
+        pieces, step.fresh = step.fresh, range(0)
+        if not pieces:
+            return
+        for device in devices:
+            stages = [s for chunk in step.plan.chunks if chunk.device == device.index for s in chunk.stages]
             wanted = sorted({index for stage in stages for index in device.stages[stage].inputs})
             if wanted:
-                self._send(device, wanted)
+                self._send(device, wanted, pieces)
 
-    def _send(self, device: Device, wanted: list[int]) -> None:
+    def _send(self, device: Device, wanted: list[int], pieces: range) -> None:
         lane = self._lanes[3 * device.index + Lane.IN]
         given = device.step.inputs
-        device.inputs = [list(column) for column in given]
+        if device.inputs is given:
+            device.inputs = [list(column) for column in given]
         sent: dict[int, Any] = {}  # an input that is the same for all microbatches goes once
         last: Event | None = None
-        for piece in range(len(given[wanted[0]])):
+        for piece in pieces:
             before = len(sent)
             for index in wanted:
-                packet = given[index][piece]
+                device.inputs[index][piece] = packet = given[index][piece]
                 if all(tensor.device == lane.device for tensor in tensors(packet)):
                     continue
                 if id(packet) not in sent:
@@ -75,11 +79,12 @@ class Inputs:
         return [] if event is None else [event]
 
     def forget(self, devices: Sequence[Device]) -> None:
-        """At the end of a part of a step: its copies go when nothing reads them any more."""
+        """At the end of a part of a step: its copies go when nothing reads them any more. In an asynchronous run the
+        devices themselves let go of what they have finished."""
         self._events.clear()
         if self._users:
             self._api.synchronize(self._last)
             self._users = False
         for device in devices:
-            if device.inputs is not device.step.inputs:
+            if device.inputs is not device.step.inputs and not device.step.lasting:
                 device.inputs = []

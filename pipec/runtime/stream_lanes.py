@@ -109,7 +109,7 @@ class StreamLanes:
         self._enter()
         clock.begin((lane.device, lane.stream) for lane in self.lanes)
         try:
-            self._inputs.send(devices, ops)
+            self._inputs.send(devices)
             for turn in self._turns.of(step.plan, ops):
                 part.at = turn.op
                 (part.compute if turn.op.kind is not Kind.COPY else part.copy if turn.into >= 0 else part.host)(turn)
@@ -270,8 +270,8 @@ class StreamChannels(Channels):
         self._arrived[route].append((slot, name, made))
 
     def shift(self, by: int) -> None:
-        for route, arrived in self._arrived.items():
-            self._arrived[route] = deque((slot - by, name, payload) for slot, name, payload in arrived)
+        for route, arrived in self._arrived.items():  # 'v0[4]:0>1 counts as the step did in which it was queued
+            self._arrived[route] = deque((slot - by, f"'{name}", payload) for slot, name, payload in arrived)
 
     def to_host(self, payload: Any) -> Any:
         return self._alone(payload, self._api.host_memory)

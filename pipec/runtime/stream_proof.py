@@ -8,11 +8,14 @@ pool it goes back to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+from attrs import evolve
+
 from pipec.ir import Kind, Lane, Plan
-from pipec.races import orders_needed
+from pipec.races import EARLY, orders_needed
 from pipec.runtime.stream_api import Call
 from pipec.verify.form import lane_name
 
@@ -41,12 +44,13 @@ class Happened:
         return first == second or bool(self.before[second] >> first & 1)
 
 
-def problems(plan: Plan, calls: Sequence[Call]) -> list[str]:
+def problems(plan: Plan, calls: Sequence[Call], until: int | None = None) -> list[str]:
     """Everything that the calls of one part of a step leave open; empty if they are right.
 
     Checked: every task runs once, on its lane's stream, with its device current; each lane's order is the plan's;
     whatever touches the same memory is in order; memory goes back after all that use it; the streams wait for their
-    callers before, and the callers for all streams after.
+    callers before, and the callers for all streams after. ``until``: microbatches from this one on may come back from
+    host memory earlier than the plan says.
     """
     happened = Happened(calls)
     places = {call.what: number for number, call in enumerate(calls) if call.kind == "run"}
@@ -58,14 +62,52 @@ def problems(plan: Plan, calls: Sequence[Call]) -> list[str]:
     at = {task: places[tasks[task]] for task in ran}
     found += _streams(plan, happened, at, tasks)
     for first, second, what in orders_needed(plan):
+        if what is EARLY and until is not None and plan.table.microbatch[second] >= until:
+            continue
         if first in at and second in at and not happened.ordered(at[first], at[second]):
             found.append(f"{tasks[second]} {what} {tasks[first]}")
     found += _inputs(plan, happened, places, at, tasks)
-    return found + _memory(calls, happened) + _callers(calls, happened)
+    return found + memory_problems(calls) + _callers(calls, happened)
+
+
+def run_problems(plan: Plan, parts: Sequence[Sequence[Call]], steady: int) -> list[str]:
+    """As :func:`problems`, of a run of an asynchronous plan: the calls of every step, then of the flush, in one order.
+
+    Args:
+        plan: with as many minibatches as were fed.
+        parts: the calls of each step and of the flush, with names as the runner counts: from step ``steady`` on every
+            step is called as that one is.
+    """
+    calls, found = [], []
+    for number, part in enumerate(parts):
+        own = list(part)
+        found += _callers(own, Happened(own))
+        calls += [_counted_on(plan, call, max(0, min(number, len(parts) - 2) - steady)) for call in own]
+    # the last one's values come back as in a step that another one follows, whose forward is the task beside them
+    return found + problems(plan, calls, plan.microbatches - plan.minibatch)
+
+
+TASK, ITEM = re.compile(r"\b(\d+)([FRBU])(\d+)\b"), re.compile(r"('*)\b([a-z]*\s?\d+)\[(\d+)\]")
+
+
+def _counted_on(plan: Plan, call: Call, steps: int) -> Call:
+    """A call whose microbatches and updates count from the first step, not from ``steps`` later; what was sent in the
+    step before is called after that one, with a mark in front."""
+    updates = plan.minibatch // plan.update_every
+
+    def task(found: re.Match[str]) -> str:
+        by = updates if found[2] == "U" else plan.minibatch
+        return f"{found[1]}{found[2]}{int(found[3]) + steps * by}"
+
+    def item(found: re.Match[str]) -> str:
+        return f"{found[2]}[{int(found[3]) + (steps - len(found[1])) * plan.minibatch}]"
+
+    return evolve(call, what=ITEM.sub(item, TASK.sub(task, call.what)))
 
 
 def _expected(plan: Plan) -> list[int]:
-    return [task for task, kind in enumerate(plan.table.kind.tolist()) if kind != Kind.UPDATE]
+    kinds = plan.table.kind.tolist()
+    return [task for task, kind in enumerate(kinds) if kind != Kind.UPDATE or plan.asynchronous]
 
 
 def _streams(plan: Plan, happened: Happened, at: dict[int, int], tasks: list[str]) -> list[str]:
@@ -105,34 +147,38 @@ def _inputs(
             if row.kind not in (Kind.FORWARD, Kind.RECOMPUTE) or row.stage not in item.readers:
                 continue
             piece = row.microbatch * plan.slices + row.slice
-            names = [f"input {number}[{one}] for {row.device}" for one in (piece, 0)]
+            first = piece - piece % (plan.minibatch * plan.slices)
+            names = [f"input {number}[{one}] for {row.device}" for one in (piece, first)]
             copies = [places[name] for name in names if name in places][:1]
             found += [f"{tasks[task]} does not wait for {names[0]}" for copy in copies
                       if not happened.ordered(copy, place)]
     return found
 
 
-def _memory(calls: Sequence[Call], happened: Happened) -> list[str]:
-    """Memory that went back: all that names it has happened in the order of the stream that takes it back.
+def memory_problems(calls: Sequence[Call]) -> list[str]:
+    """Memory that went back, and what may still use it; ``calls`` of one part or of several in a row.
 
-    What is queued on that stream next may be given the memory, so the end of the stream at that moment counts.
+    The stream that takes it back may give it to the next work that is queued there. All that uses the memory must have
+    happened when that begins.
     """
-    found = []
-    left = len(calls) - 1
-    while left >= 0 and calls[left].kind == "free":
-        left -= 1  # after the callers have waited, the next part's streams wait for them first
-    for number, call in enumerate(calls[: left + 1]):
+    found, happened = [], Happened(calls)
+    following: dict[str, int] = {}  # by stream its next work
+    for number in range(len(calls) - 1, -1, -1):
+        call = calls[number]
+        if call.kind == "run":
+            following[call.stream] = number
         if call.what.startswith(MEMORY):
             name = call.what[len(MEMORY) :]
-            writers = [w for w in range(number, left) if calls[w].what == name and not happened.ordered(number, w)]
+            writers = [w for w in range(number, len(calls))
+                       if calls[w].what == name and not happened.ordered(number, w)]
             found += [f"{name} may write into memory that is still in use" for _ in writers]
-        if call.kind != "free":
+        if call.kind != "free" or call.stream not in following:
             continue
-        token = call.what.rsplit(" ", 1)[0]
+        token, after = call.what.rsplit(" ", 1)[0], following[call.stream]
         for other in range(number):
-            if _uses(calls[other], token, call) and not happened.ordered(other, number):
+            if _uses(calls[other], token, call) and not happened.ordered(other, after):
                 found.append(f"{call.stream} takes back {call.what}, which {calls[other].what} may still use")
-    return found
+    return found[::-1]
 
 
 def _uses(call: Call, token: str, free: Call) -> bool:
@@ -157,7 +203,10 @@ def _callers(calls: Sequence[Call], happened: Happened) -> list[str]:
             first.setdefault(call.stream, number)
     if not last:
         return ["no caller's stream waits for the lanes"]
-    after = {stream: happened.before[number] for stream, number in last.items()}
+    after: dict[str, int] = {}  # by device; a caller may change streams between two parts
+    for stream, number in last.items():
+        device = stream.rsplit(" ", 1)[1]
+        after[device] = after.get(device, 0) | happened.before[number]
     recorded = {calls[number].what for number in first.values()}
     for stream in dict.fromkeys(call.stream for call in calls if not call.stream.startswith(("caller", "host"))):
         own = [number for number, call in enumerate(calls) if call.stream == stream]
@@ -165,5 +214,5 @@ def _callers(calls: Sequence[Call], happened: Happened) -> list[str]:
             found.append(f"{stream} does not wait for its caller first")
         works = [number for number in own if calls[number].kind == "run"]
         found += [f"no caller waits for {calls[number].what}" for number in works
-                  if not after.get(f"caller {calls[number].device}", 0) >> number & 1]
+                  if not after.get(calls[number].device, 0) >> number & 1]
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,17 @@ class OverlappedDevice(Device):
         self.store.extend([None] * by)
         for route in self.received:
             self.received[route] -= period[route]
+        if self.inputs is not self.step.inputs:
+            for column in self.inputs:
+                del column[:by]
+                column.extend([None] * by)
+
+    def finished(self, microbatches: Sequence[int]) -> None:
+        """Let go of this device's own copies of the inputs of microbatches that no task reads any more."""
+        if self.inputs is not self.step.inputs:
+            for column in self.inputs:
+                for m in microbatches:
+                    column[m] = None
 
     def forward(self, op: Op) -> None:
         """FORWARD with the weights that the plan and its rule say."""
@@ -114,7 +125,8 @@ class OverlappedDevice(Device):
         assert leaves is not None
         if op.tape < 0 or not reading.hooked or (reading.exact and not leaves.live):
             return super()._call(stage, op, hooks)
-        cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        kind = leaves.kind
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         mode = stage.module is not None and stage.module.training, cast
         known = self.step.known[op.stage].setdefault(mode, set())
         casts = not reading.exact and bool(cast)

@@ -59,7 +59,7 @@ class Flow:
         self.fed = 0
         self.on_read: OnRead | None = None
         self.pending: list[Finished] = []
-        self.measured: tuple[Segment, list[int], list[int]] | None = None  # the last step's tasks and their times
+        self.measured: tuple[Segment, list[int], list[int], Any] | None = None  # the last step's tasks and their times
         self._known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self._devices: list[OverlappedDevice] = []
         self._party = party or Alone()
@@ -147,7 +147,9 @@ class Flow:
     def measured_part(self) -> tuple[Plan, list[int], list[int]]:
         """The last step's tasks as a plan, and when each began and ended."""
         assert self.measured is not None
-        segment, starts, ends = self.measured
+        segment, starts, ends, clock = self.measured
+        if clock is not None:
+            clock.write(starts, ends)
         starts, ends = self._party.gathered(starts, ends)
         rows = np.asarray(sorted(op.task for lane in segment.ops for op in lane), np.int64)
         return part(self.plan, rows), [starts[row] for row in rows.tolist()], [ends[row] for row in rows.tolist()]
@@ -184,7 +186,7 @@ class Flow:
         assert window is not None
         size, flying = len(self.plan), self._flying(step)
         window.on_read = self.on_read
-        window.starts, window.ends = [0] * size, [0] * size
+        window.starts, window.ends, window.clock = [0] * size, [0] * size, None
 
         def work() -> None:
             failure = self._together.run(self._devices, segment, backend)
@@ -203,7 +205,9 @@ class Flow:
             self._fail(window)
             del window
             raise
-        self.measured = segment, window.starts, window.ends
+        for device in self._devices:
+            device.finished(segment.finished)
+        self.measured = segment, window.starts, window.ends, window.clock
         return found
 
     @property

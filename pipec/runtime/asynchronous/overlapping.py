@@ -60,6 +60,7 @@ class Overlapping:
 
     if TYPE_CHECKING:
         def _alone(self) -> AbstractContextManager[None]: ...
+        def _random(self, position: Position, inference: bool = False) -> Randomness: ...
 
     def flush(self) -> AsynchronousResult:
         """Finish every minibatch in flight in an asynchronous pipeline. The next step begins with an empty one.
@@ -145,8 +146,7 @@ class Overlapping:
         for stage in self.stages:
             anchor_reads(stage, watched)
         with no_kept_casts():
-            random = Randomness(self._streams, position)
-            result = flow.step(batch, random, self.probe, self._backend)
+            result = flow.step(batch, self._random(position), self.probe, self._backend)
         self._position = self._position.advanced()
         return result
 
@@ -272,8 +272,6 @@ def refusals(run: Any) -> list[Problem]:
         ))
     if run._delay is not None and run._backend_name != "replay":
         problems.append(Problem("delay= is for backend='replay', where every run is repeatable"))
-    if run._real is not None:
-        problems.append(Problem("asynchronous plans run on the CPU so far; leave devices= out"))
     return problems
 
 

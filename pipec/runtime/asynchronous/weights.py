@@ -40,6 +40,11 @@ class Leaves:
         self._among: list[list[int]] = []  # per storage, indices of tensors
 
     @property
+    def kind(self) -> str:
+        """The type of the device they are on."""
+        return self.tensors[0].device.type if self.tensors else "cpu"
+
+    @property
     def storages(self) -> dict[int, list[int]]:
         """Indices of tensors by the address of their storage."""
         if self._storages is None:

@@ -25,6 +25,7 @@ from pipec.runtime.gradients import Accumulator
 from pipec.runtime.program import Op
 from pipec.runtime.randomness import Purpose, Randomness, Stream
 from pipec.runtime.step import Batch, Probe
+from pipec.runtime.stream_clock import StreamClock
 from pipec.spec import Spec
 
 
@@ -69,6 +70,8 @@ def flight_of(batch: Batch, random: Randomness, every: int, options: Mapping[int
 class Window:
     """The shared state of an asynchronous run from one flush to the next; devices know it as their step."""
 
+    lasting = True  # inputs are there until their microbatches are finished
+
     def __init__(
         self, steps: Steps, spec: Spec, weights: Sequence[StageWeights], optimizers: Mapping[int, Optimizer],
         update: Callable[[Op], None], delay: TruncatedExponential | None = None,
@@ -93,12 +96,15 @@ class Window:
         self.input_gradients: list[Any] = []
         self.starts: list[int] = []
         self.ends: list[int] = []
+        self.clock: StreamClock | None = None  # times of the devices, where these are not the host's
+        self.fresh = range(0)  # microbatches whose inputs were not sent to devices yet
         self._update, self._delay = update, delay
 
     def feed(self, place: int, flight: Flight, packets: list[list[Any]]) -> None:
         """Put a minibatch in place ``place`` of the plan."""
         self.flights[place] = flight
         first = place * self.minibatch
+        self.fresh = range(first, first + self.minibatch)
         for row, given in zip(self.inputs, packets, strict=True):
             row[first : first + self.minibatch] = given
 
