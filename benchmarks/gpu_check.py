@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 
 import gpu_checks
 import torch
-from gpu_checks import Row, Target
+from gpu_readings import Row
+from gpu_target import Target
 
 from pipec.runtime.placement import accelerators
 
 PASSED, FAILED, NO_GPU = 0, 1, 77
+LIMIT = 330.0  # seconds after which no further check begins
 
 Check = Callable[[Target], list[Row]]
 
@@ -34,11 +36,17 @@ QUICK: dict[str, Check] = CHECKS | {
 }
 
 
-def run_checks(target: Target, checks: dict[str, Check], say: Callable[[str], None] = print) -> int:
-    """Run the checks, print the table, and return the exit status. A check that raises has failed."""
+def run_checks(
+    target: Target, checks: dict[str, Check], say: Callable[[str], None] = print, limit: float = LIMIT
+) -> int:
+    """Run the checks, print the table, and return the exit status. A check that raises, or has no time left, fails."""
     rows: list[Row] = []
+    start = time.perf_counter()
     for name, check in checks.items():
         began = time.perf_counter()
+        if began - start > limit:
+            rows.append(Row(name, f"not run: {limit:.0f} s are over", "runs", ok=False))
+            continue
         deterministic(name in ("equality", "precision", "stress"))
         try:
             found = check(target)
@@ -84,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
               f"(torch {torch.__version__}); the same checks run on the CPU's lanes in tests/test_gpu_check.py")
         return NO_GPU
     target = Target(torch.device(kind, 0))
-    print(f"{torch.cuda.get_device_name(0) if kind == 'cuda' else kind}, torch {torch.__version__}, "
+    print(f"{target.describe()}, torch {torch.__version__}, "
           f"Python {sys.version.split()[0]}, {time.strftime('%Y-%m-%d')}\n")
     checks = QUICK if chosen.quick else CHECKS
     return run_checks(target, {name: check for name, check in checks.items() if not chosen.only or name in chosen.only})

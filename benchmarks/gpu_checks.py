@@ -4,55 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
 from gpu_models import Borders, mixed
+from gpu_readings import Row, memory_row, overlap_row
+from gpu_target import Target
 from models import Model, transformer, unet
 from torch import Tensor
 
 import pipec
-from pipec.schedules import REGISTRY
-
-
-@frozen
-class Row:
-    """One line of the table; ``ok`` None: for information only."""
-
-    name: str
-    measured: str
-    goal: str = ""
-    ok: bool | None = None
-
-
-@frozen
-class Target:
-    """Where the checks run: ``device`` is a GPU, or the CPU with a worker per lane."""
-
-    device: torch.device
-
-    @property
-    def gpu(self) -> bool:
-        return self.device.type != "cpu"
-
-    def runner(self, net: Any, plan: Any, **how: Any) -> Any:
-        """All logical devices on the one real device, each with lanes of its own."""
-        if self.gpu:
-            return pipec.Runner(net, plan, devices=[self.device] * plan.devices, backend="cuda", **how)
-        return pipec.Runner(net, plan, backend="lanes", **how)
-
-    def synchronize(self) -> None:
-        if self.gpu:
-            torch.accelerator.synchronize(self.device.index)
-
-    @contextmanager
-    def side_stream(self) -> Iterator[None]:
-        """The caller on a stream of its own."""
-        with torch.cuda.stream(torch.cuda.Stream(self.device)) if self.gpu else nullcontext():
-            yield
+from pipec.schedules import REGISTRY, find_schedule
+from pipec.schedules.base import is_asynchronous
 
 
 def same(mine: Any, theirs: Any) -> bool:
@@ -76,19 +40,19 @@ def equality(
     target: Target, devices: Sequence[int] = (1, 2, 4), schedules: Sequence[str] | None = None, microbatches: int = 8,
     steps: int = 2,
 ) -> list[Row]:
-    """Losses, outputs, gradients and buffers of every schedule against the plain loop on the same device."""
+    """Losses, outputs, gradients and buffers of every schedule against the plain loop on the same device; of
+    asynchronous ones losses, weights and buffers against a replay."""
     rows = []
     for count in devices:
         ran, wrong, refused = 0, [], []
         for name in schedules or REGISTRY:
             for recompute in ("never", "always"):
                 net = mixed(target.device)
+                update = "stage" if is_asynchronous(find_schedule(name)) else None
                 try:
-                    plan = pipec.compile(net, count, microbatches, name, recompute=recompute)
+                    plan = pipec.compile(net, count, microbatches, name, recompute=recompute, update=update)
                 except pipec.PipecError:
                     refused.append(name)
-                    continue
-                if plan.asynchronous:
                     continue
                 ran += 1
                 if not _equal(target, net, plan, microbatches, steps):
@@ -100,6 +64,8 @@ def equality(
 
 
 def _equal(target: Target, net: pipec.Pipeline, plan: Any, microbatches: int, steps: int) -> bool:
+    if plan.asynchronous:
+        return _equal_to_replay(target, net, plan, microbatches, steps)
     other = mixed(target.device)
     loop = pipec.reference(other, microbatches, seed=3)
     with target.runner(net, plan, seed=3) as run:
@@ -111,6 +77,21 @@ def _equal(target: Target, net: pipec.Pipeline, plan: Any, microbatches: int, st
             if not same([got.loss, got.output], [expected.loss, expected.output]):
                 return False
     return same(state(net), state(other))
+
+
+def _equal_to_replay(target: Target, net: pipec.Pipeline, plan: Any, microbatches: int, steps: int) -> bool:
+    """An asynchronous plan: the same tasks, one after another on one stream, with the weight versions they declare."""
+    other, results = mixed(target.device), []
+    for make, own in ((target.runner, net), (target.replay, other)):
+        with make(own, plan, optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), seed=3) as run:
+            losses = []
+            for step in range(steps + 1):
+                given = torch.Generator().manual_seed(step)
+                x, y = torch.randn(2, 3 * microbatches, 6, 32, generator=given)
+                losses += run.step(x, y).microbatch_losses.get("mse", ())
+            results.append([*losses, *run.flush().microbatch_losses.get("mse", ())])
+    weights = [[p for stage in own.spec.stages for p in stage.fn.parameters()] for own in (net, other)]
+    return same(*results) and same(*weights) and same(state(net), state(other))
 
 
 def precision(target: Target, steps: int = 3) -> list[Row]:
@@ -155,7 +136,7 @@ def stress(target: Target, steps: int = 200, mebibytes: float = 64, cycles: int 
     with target.side_stream(), target.runner(mine.net, plan) as run:
         run.step(x, y)
         loop.step(x, y)
-        with little_memory(target):
+        with target.little_memory():
             sums = []
             for step in range(steps):
                 given = x * (1 + step / steps)  # made on the caller's stream, right before
@@ -165,22 +146,6 @@ def stress(target: Target, steps: int = 200, mebibytes: float = 64, cycles: int 
         gradients = same(state(mine.net), state(theirs.net))
     told = f"{losses} of {steps} losses differ, gradients {'equal' if gradients else 'differ'}"
     return [Row(f"{steps} steps, borders of {mebibytes:g} MiB, sleeps", told, "none", not losses and gradients)]
-
-
-@contextmanager
-def little_memory(target: Target, spare: float = 1.1) -> Iterator[None]:
-    """Let the allocator have little more than it has needed so far."""
-    if not target.gpu:
-        yield
-        return
-    total = torch.cuda.get_device_properties(target.device).total_memory
-    share = min(1.0, torch.cuda.max_memory_reserved(target.device) * spare / total)
-    torch.cuda.set_per_process_memory_fraction(share, target.device)
-    try:
-        yield
-        target.synchronize()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, target.device)
 
 
 # -- speed -------------------------------------------------------------------------------------------------------
@@ -253,73 +218,28 @@ def in_turns(target: Target, ways: dict[str, Callable[[], Any]], rounds: int) ->
 
 # -- overlap and memory ------------------------------------------------------------------------------------------
 
-Span = tuple[float, float]
-
-
-def overlapping(copies: Sequence[Span], kernels: Sequence[Span]) -> float:
-    """The share of the copies' time in which a kernel runs as well."""
-    total = sum(end - start for start, end in copies)
-    busy = _merged(kernels)
-    beside = sum(
-        max(0.0, min(end, until) - max(start, since)) for start, end in _merged(copies) for since, until in busy
-    )
-    return beside / total if total else 0.0
-
-
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    made: list[Span] = []
-    for start, end in sorted(spans):
-        if made and start <= made[-1][1]:
-            made[-1] = made[-1][0], max(made[-1][1], end)
-        else:
-            made.append((start, end))
-    return made
-
 
 def overlap(target: Target, mebibytes: float = 64) -> list[Row]:
     """Copies between logical devices beside compute, read from a profiler trace."""
-    if not target.gpu:
-        return [Row("copies beside compute", "needs a GPU")]
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
     made = Borders(target.device, 0, products=True)
-    rows = max(4, int(mebibytes * 2**20 / 4 / made.width) * 8)
+    rows = max(4, int(mebibytes * 2**20 / 4 / made.width)) * 8
     x, y = torch.randn(2, rows, made.width, device=target.device)
     with target.runner(made.net, pipec.compile(made.net, 4, 8, "gpipe")) as run:
         run.step(x, y)
-        target.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            run.step(x, y)
-            target.synchronize()
-    events = [event for event in profiler.events() if event.device_type is DeviceType.CUDA]
-    spans = [(("Memcpy" in event.name), (event.time_range.start, event.time_range.end)) for event in events]
-    share = overlapping([s for copy, s in spans if copy], [s for copy, s in spans if not copy])
-    return [Row("copies beside compute", f"{share:.0%} of the copies' time", "over 50%", share > 0.5)]
+        return [overlap_row(target.trace(lambda: run.step(x, y)))]
 
 
 def memory(target: Target, microbatches: int = 8) -> list[Row]:
     """The measured peak of a step against the simulator's; kernels' transients and what stays are counted apart."""
-    made = transformer(4 * microbatches, 256, 512, 6) if target.gpu else transformer(2 * microbatches, 8, 16, 4)
+    made = transformer(2 * microbatches, 8, 16, 4) if target.small else transformer(4 * microbatches, 256, 512, 6)
     net, (x, y) = made.pipeline(), (part.to(target.device) for part in made.batch)
     plan = pipec.compile(net, 1, microbatches, "gpipe")
     with target.runner(net, plan) as run:
         costs = pipec.profile(net, x, y, microbatches=microbatches, repeats=1)
-        predicted = (plan.simulate(costs).peak_bytes or [0])[0]
-        if not target.gpu:
-            return [Row("peak memory of activations", f"predicted {predicted / 2**20:.1f} MiB; measuring needs a GPU")]
         run.step(x, y)  # gradients are there from now on, and grow no more
-        target.synchronize()
-        before = torch.cuda.memory_allocated(target.device)
-        torch.cuda.reset_peak_memory_stats(target.device)
-        run.step(x, y)
-        target.synchronize()
-        measured = torch.cuda.max_memory_allocated(target.device) - before
-        # a step adds to copies of .grad, so that a failure leaves it alone
-        measured -= sum(p.numel() * p.element_size() for p in made.parameters())
-    error = measured / predicted - 1
-    return [Row("peak memory of activations", f"{error:+.1%} of the predicted {predicted / 2**20:.0f} MiB", "5%",
-                abs(error) <= 0.05)]
+        before, peak = target.peak(lambda: run.step(x, y))
+    gradients = sum(p.numel() * p.element_size() for p in made.parameters())
+    return [memory_row(before, peak, gradients, (plan.simulate(costs).peak_bytes or [None])[0])]
 
 
 def peers(target: Target, microbatches: int = 4, rounds: int = 10) -> list[Row]:

@@ -27,9 +27,11 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Any:
     own = {name: sys.modules.pop(name) for name in ("models",) if name in sys.modules}
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_check
+    import gpu_target
 
+    gpu_check.gpu_target = gpu_target
     yield gpu_check
-    for name in ("models", "gpu_check", "gpu_checks", "gpu_models"):
+    for name in ("models", "gpu_check", "gpu_checks", "gpu_models", "gpu_readings", "gpu_target"):
         sys.modules.pop(name, None)
     sys.modules.update(own)
     gpu_check.deterministic(False)
@@ -37,13 +39,15 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def target(checks: Any) -> Any:
-    return checks.Target(torch.device("cpu"))
+    return checks.gpu_target.Lanes(torch.device("cpu"))
 
 
 def test_equality_on_lanes(checks: Any, target: Any) -> None:
     rows = checks.gpu_checks.equality(target, (1, 2, 4), ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b"), 4, steps=1)
     assert [row.ok for row in rows] == [True] * 3
     assert rows[1].measured == "8 of 8 plans"
+    rows = checks.gpu_checks.equality(target, (3,), ("pipedream", "pipemare", "live-weights"), 4, steps=4)
+    assert [(row.measured, row.ok) for row in rows] == [("6 of 6 plans", True)]
 
 
 def test_equality_fails_where_a_bit_differs(
@@ -56,9 +60,10 @@ def test_equality_fails_where_a_bit_differs(
 
     right = CopyingChannels.send
     monkeypatch.setattr(CopyingChannels, "send", send)
-    (row,) = checks.gpu_checks.equality(target, (2,), ("gpipe",), 2, steps=1)
+    (row,) = checks.gpu_checks.equality(target, (2,), ("gpipe", "pipedream"), 2, steps=1)
     assert row.ok is False
-    assert row.measured.startswith("0 of 2 plans, wrong: gpipe (recompute never), gpipe (recompute always)")
+    assert row.measured == "0 of 4 plans, wrong: " + ", ".join(
+        f"{name} (recompute {mode})" for name in ("gpipe", "pipedream") for mode in ("never", "always"))
 
 
 def test_precision_and_stress_on_lanes(checks: Any, target: Any) -> None:
@@ -68,7 +73,7 @@ def test_precision_and_stress_on_lanes(checks: Any, target: Any) -> None:
     assert rows[2].measured == "0 of 3 losses differ, gradients equal"
 
 
-def test_speed_memory_overlap_and_peers_give_rows(checks: Any, target: Any) -> None:
+def test_speed_and_peers_give_rows(checks: Any, target: Any) -> None:
     from models import transformer
 
     small = {"Transformer": lambda: transformer(4, 4, 16, 4)}
@@ -77,19 +82,10 @@ def test_speed_memory_overlap_and_peers_give_rows(checks: Any, target: Any) -> N
         "Transformer, plain training", "Transformer, 1 logical device", "Transformer, 4 logical devices",
     ]
     assert [row.goal for row in rows] == ["", "+3%", "+8%"]
-    assert "predicted" in checks.gpu_checks.memory(target)[0].measured
-    assert checks.gpu_checks.overlap(target)[0].ok is None
     rows = checks.gpu_checks.peers(target, rounds=1)
     assert [row.ok for row in rows] == [None, None]
     assert "does not run here" in rows[0].measured
     assert rows[1].measured.endswith(" ms"), rows[1]
-
-
-def test_overlap_of_spans(checks: Any) -> None:
-    overlapping = checks.gpu_checks.overlapping
-    assert overlapping([(0, 10)], [(0, 3), (2, 4), (9, 20)]) == 0.5
-    assert overlapping([(0, 2), (4, 6)], [(5, 9)]) == 0.25
-    assert overlapping([(0, 2)], []) == overlapping([], [(0, 2)]) == 0.0
 
 
 def test_the_table_the_exit_code_and_a_check_that_raises(checks: Any, target: Any) -> None:
