@@ -14,6 +14,7 @@ from attrs import frozen
 
 from pipec.schedules.base import Order, Problem
 from pipec.schedules.limits import share_limit
+from pipec.schedules.polish import MOVES
 from pipec.schedules.rhythm import Rhythm, best_order
 
 LOOPS = (
@@ -41,6 +42,7 @@ class InterleavedZeroBubble:
     chunks: int | None = None
     name: str = "interleaved-zero-bubble"
     placement: str = "looped"
+    moves: int = MOVES
 
     def order(self, problem: Problem) -> Order:
-        return best_order(problem, share_limit(problem, problem.devices), LOOPS)
+        return best_order(problem, share_limit(problem, problem.devices), LOOPS, moves=self.moves)

@@ -13,16 +13,19 @@ has a few and takes the one that ends first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 from attrs import evolve, frozen
 
+from pipec.costs import Activations
 from pipec.errors import ScheduleError
 from pipec.ir import Chunk
 from pipec.schedules.base import Op, Problem
 from pipec.schedules.greedy import Keep, Outcome, Ranks, Rules, run
 from pipec.schedules.limits import chunk_caps
 from pipec.schedules.played import play
+from pipec.schedules.polish import polish
 
 REHEARSED = 20_000  # tasks from which on the rhythm is chosen on a smaller pipeline of the same kind
 SMALL_DEVICES, SMALL_MICROBATCHES = 8, 32
@@ -52,6 +55,8 @@ class Rhythm:
     drain: bool = True
 
 
+Maker = Callable[[Problem, list[int]], list[list[Op]] | None]  # from a problem and caps, None where it has none
+Choice = Maker | tuple[Rhythm, bool]  # a rhythm, and whether to run it as if F = B = W = 1
 SAFE = Rhythm((1,), (1,), (1, 1, 1), keep=Keep.ROOM)  # its runs never come to a stand
 
 
@@ -104,38 +109,56 @@ def laps_of(problem: Problem) -> list[int]:
     return laps
 
 
-def best_order(problem: Problem, shares: float, rhythms: tuple[Rhythm, ...], split: bool = True) -> list[list[Op]]:
-    """The lists of the rhythm that ends first with at most ``shares`` activations per device.
+def best_order(
+    problem: Problem, shares: float, rhythms: tuple[Rhythm, ...], split: bool = True, moves: int = 0,
+    makers: tuple[Maker, ...] = (),
+) -> list[list[Op]]:
+    """The shortest lists of all rhythms and ``makers`` with at most ``shares`` activations per device.
 
     Every rhythm is run under the true costs and as if F = B = W = 1: a device that takes what is ready first may gain
-    a moment and lose the rhythm. Ties go to the smaller span, then to true costs, then to the earlier rhythm. On large
-    problems the choice is made on fewer devices and microbatches.
+    a moment and lose the rhythm. Ties go to the smaller span, then to makers, to true costs, to the earlier rhythm. On
+    large problems the choice is made on fewer devices and microbatches. On small ones it is polished by so many
+    ``moves`` (:mod:`pipec.schedules.polish`), unless there is a limit in bytes, of which polishing knows nothing.
     """
     caps = chunk_caps(problem, shares)
     if len(problem.chunks) * problem.microbatches * 3 <= REHEARSED:
-        return _ranked(problem, caps, rhythms, split)[0][1].lists
+        made = [outcome for _, outcome in _ranked(problem, caps, rhythms, split, makers)]
+        in_bytes = problem.memory_limit is not None and not isinstance(problem.memory_limit, Activations)
+        if split and not in_bytes:
+            return polish(problem, caps, made[0], [outcome.lists for outcome in made], moves).lists
+        return made[0].lists
     small, small_caps = rehearsal(problem, caps)
-    for (rhythm, level), _ in _ranked(small, small_caps, rhythms, split):
-        outcome = run(levelled(problem) if level else problem, caps, rules(problem, rhythm, split))
-        if outcome is not None:
-            return outcome.lists
+    for choice, _ in _ranked(small, small_caps, rhythms, split, makers):
+        lists = _lists(problem, caps, choice, split)
+        if lists is not None:
+            return lists
     raise ScheduleError(f"no order was found that holds {shares:g} activations per device; allow more")  # SAFE ends
 
 
 def _ranked(
-    problem: Problem, caps: list[int], rhythms: tuple[Rhythm, ...], split: bool
-) -> list[tuple[tuple[Rhythm, bool], Outcome]]:
-    """Every rhythm that comes to an end, and whether it ran as if F = B = W = 1, the best first."""
+    problem: Problem, caps: list[int], rhythms: tuple[Rhythm, ...], split: bool, makers: tuple[Maker, ...] = ()
+) -> list[tuple[Choice, Outcome]]:
+    """Every choice that comes to an end, with its times under the costs of ``problem``, the best first."""
+    levels = (False,) if levelled(problem) == problem else (False, True)
+    choices: list[Choice] = [*makers, *((rhythm, level) for level in levels for rhythm in (*rhythms, SAFE))]
     made = []
-    for level in (False, True):
-        tried = levelled(problem) if level else problem
-        if level and tried == problem:
-            continue
-        for rhythm in (*rhythms, SAFE):
-            outcome = run(tried, caps, rules(problem, rhythm, split))
-            if outcome is not None:
-                made.append(((rhythm, level), play(problem, outcome.lists) if level else outcome))
+    for choice in choices:
+        if isinstance(choice, tuple) and not choice[1]:
+            outcome = run(problem, caps, rules(problem, choice[0], split))
+        else:
+            lists = _lists(problem, caps, choice, split)
+            outcome = None if lists is None else play(problem, lists)
+        if outcome is not None:
+            made.append((choice, outcome))
     return sorted(made, key=lambda pair: (round(pair[1].makespan, 9), round(pair[1].span, 9)))
+
+
+def _lists(problem: Problem, caps: list[int], choice: Choice, split: bool) -> list[list[Op]] | None:
+    if not isinstance(choice, tuple):
+        return choice(problem, caps)
+    rhythm, level = choice
+    outcome = run(levelled(problem) if level else problem, caps, rules(problem, rhythm, split))
+    return None if outcome is None else outcome.lists
 
 
 def levelled(problem: Problem) -> Problem:

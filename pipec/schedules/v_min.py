@@ -7,6 +7,7 @@ from typing import ClassVar
 from attrs import frozen
 
 from pipec.schedules.base import Order, Problem
+from pipec.schedules.polish import MOVES
 from pipec.schedules.zb_v import NARROW, v_order
 
 
@@ -21,6 +22,7 @@ class VMin:
 
     name: str = "v-min"
     placement: str = "v"
+    moves: int = MOVES
 
     def order(self, problem: Problem) -> Order:
-        return v_order(problem, (problem.devices + 4) // 3, NARROW)
+        return v_order(problem, (problem.devices + 4) // 3, NARROW, self.moves)

@@ -13,6 +13,7 @@ from attrs import frozen
 
 from pipec.schedules.base import Order, Problem
 from pipec.schedules.limits import share_limit
+from pipec.schedules.polish import MOVES
 from pipec.schedules.rhythm import Rhythm, best_order
 
 STEPS = (
@@ -34,9 +35,10 @@ class ZB1P:
 
     name: str = "zb-1p"
     placement: str = "linear"
+    moves: int = MOVES
 
     def order(self, problem: Problem) -> Order:
-        return best_order(problem, share_limit(problem, problem.devices), STEPS)
+        return best_order(problem, share_limit(problem, problem.devices), STEPS, moves=self.moves)
 
 
 @frozen
@@ -50,6 +52,7 @@ class ZB2P:
 
     name: str = "zb-2p"
     placement: str = "linear"
+    moves: int = MOVES
 
     def order(self, problem: Problem) -> Order:
-        return best_order(problem, share_limit(problem, 2 * problem.devices), STEPS)
+        return best_order(problem, share_limit(problem, 2 * problem.devices), STEPS, moves=self.moves)

@@ -3,6 +3,8 @@
 ZB-V (arXiv 2401.10241, section 6) holds what 1F1B holds, P activations, on every device, and with F = B = W and free
 hand-overs leaves no bubble inside a device's span: makespan M(F+B+W) + (P-1)/2, the least there is for two chunks.
 
+A rhythm has that for a few devices only; :func:`zero_bubble_lists` has it for any number of them, given M >= 2P-1.
+
 V-Half and V-Min (arXiv 2405.15362) hold about a half and a third of that, (P+2)//2 and (P+4)//3 activations, for a
 larger bubble.
 
@@ -16,9 +18,10 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from pipec.schedules.base import Op, Order, Problem
+from pipec.schedules.base import F, I, Op, Order, Problem, W
 from pipec.schedules.greedy import Keep
 from pipec.schedules.limits import share_limit
+from pipec.schedules.polish import MOVES
 from pipec.schedules.rhythm import Rhythm, best_order
 
 WIDE = (
@@ -47,15 +50,61 @@ BETWEEN = (  # for caps that none of the three has
 )
 
 
-def v_order(problem: Problem, shares: float, rhythms: tuple[Rhythm, ...]) -> list[list[Op]]:
+def v_order(problem: Problem, shares: float, rhythms: tuple[Rhythm, ...], moves: int) -> list[list[Op]]:
     """The best order for at most ``shares`` activations per device, or for the memory limit where that is lower."""
     limit = share_limit(problem, shares)
-    return best_order(problem, limit, rhythms if limit == shares else WIDE + HALF + NARROW + BETWEEN)
+    tried = rhythms if limit == shares else WIDE + HALF + NARROW + BETWEEN
+    return best_order(problem, limit, tried, moves=moves, makers=(zero_bubble_lists,))
+
+
+def zero_bubble_lists(problem: Problem, caps: list[int]) -> list[list[Op]] | None:
+    """Lists without a gap from a device's first task to its last at F = B = W and c = 0, for M >= 2P-1.
+
+    Per device d of P, with a its chunk on the way down and b the one on the way up:
+
+    1. 2(P-d)-1 forwards of a, and d times a forward of b and one of a: now 2P-1 activations are held,
+    2. P-d times forward, input half and weight half of b,
+    3. M-P times a forward (while there is one), input half and weight half of a, then the same of b,
+    4. d times an input half of a and one of b, then P-d times an input half and a weight half of a,
+    5. the weight halves that are left, d of each chunk.
+
+    Device d starts at time d, in tasks, and every device is ready when its microbatch comes: those of a come down at
+    four tasks per device, and go back up at two, those of b the other way round.
+
+    Returns:
+        None where the chunks do not lie in a V or ``caps`` is below the 2P activations that are held. With fewer
+        microbatches the lists are those of 2P-1 without the others.
+    """
+    devices, count = problem.devices, 2 * problem.devices
+    in_a_v = all(chunk.device == min(chunk.index, count - 1 - chunk.index) for chunk in problem.chunks)
+    if not in_a_v or len(problem.chunks) != count or min(caps) < min(count, 2 * problem.microbatches):
+        return None
+    return [_gapless(devices, device, problem.microbatches) for device in range(devices)]
+
+
+def _gapless(devices: int, device: int, microbatches: int) -> list[Op]:
+    down, up, after = device, 2 * devices - 1 - device, devices - device
+    size = max(microbatches, 2 * devices - 1)
+    late = size - (2 * devices - 1 - device)  # forwards of the chunk on the way down after the start
+    tasks = [(F, down)] * (2 * after - 1) + [(F, up), (F, down)] * device + [(F, up), (I, up), (W, up)] * after
+    for turn in range(size - devices):
+        tasks += [(F, down)] * (turn < late) + [(I, down), (W, down), (F, up), (I, up), (W, up)]
+    tasks += [(I, down), (I, up)] * device + [(I, down), (W, down)] * after + [(W, up)] * device + [(W, down)] * device
+    made: list[Op] = []
+    seen: dict[tuple[object, int], int] = {}
+    for make, chunk in tasks:
+        m = seen[make, chunk] = seen.get((make, chunk), -1) + 1
+        if m < microbatches:
+            made.append(make(chunk, m))
+    return made
 
 
 @frozen
 class ZBV:
-    """Two chunks per device in a V, split backwards: almost no bubble in 1f1b's memory."""
+    """Two chunks per device in a V, split backwards: almost no bubble in 1f1b's memory.
+
+    ``moves``: how many changed orders to try where the problem is small enough, see :mod:`pipec.schedules.polish`.
+    """
 
     bubble: ClassVar[str] = "(P-1)/2, span 0, at F=B=W=1, c=0"
     peak: ClassVar[str] = "P"
@@ -64,6 +113,7 @@ class ZBV:
 
     name: str = "zb-v"
     placement: str = "v"
+    moves: int = MOVES
 
     def order(self, problem: Problem) -> Order:
-        return v_order(problem, problem.devices, WIDE)
+        return v_order(problem, problem.devices, WIDE, self.moves)
