@@ -2,8 +2,8 @@
 
 Looping divides the fill of the pipeline by the chunks per device, and the weight halves (arXiv 2401.10241) take
 another W off each step of it: at F = B = W and c = 0 the bubble is (P-1)(F+B-W)/v for M a multiple of P, with no more
-than P activations on any device (``problem.memory_limit`` in activations lowers that). At other costs the bubble is
-up to a fifth longer than that.
+than P activations on any device (``problem.memory_limit`` in activations lowers that). At other costs near
+those the bubble is up to a fifth longer, before :mod:`pipec.schedules.polish` shortens that of small problems.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOOPS = (
 class InterleavedZeroBubble:
     """interleaved-1f1b with split backwards: less bubble in less memory.
 
-    ``chunks``: per device; None takes as many as there are stages per device.
+    ``chunks``: per device; None takes as many as there are stages per device. ``moves``: as for zb-v.
     """
 
     bubble: ClassVar[str] = "(P-1)(F+B-W)/v at v=2, c=0"

@@ -27,9 +27,11 @@ from pipec.schedules.words import CLOSE, Machine, Row, Timed, Words
 
 MOVES = 15_000  # orders that are tried, in all
 WORK = 3_000_000  # moves times tasks, at most
+LARGE = 3000  # tasks from which on nothing is tried
+STREAMS = 256  # so many are not tried either
 SEED = 2
 PLAIN, HINTED = 4, 2  # walks without and with hints at the start
-ROUNDS = ((6, 0.15, 1 / 12), (6, 0.45, 1 / 3), (3, 0.3, 2 / 3), (1, 0.1, 1.0))  # walks, part of all moves, how cold then
+ROUNDS = ((6, 0.15, 1 / 12), (6, 0.45, 1 / 3), (3, 0.3, 2 / 3), (1, 0.1, 1.0))  # walks, part of all moves, cooling
 ALONE = 300  # moves that a walk has in a round at least, or there are fewer walks
 HOT, COLD = 0.4, 0.12  # of a mean task: what a move may lose, about, at the start and at the end
 NEAR = 0.6  # part of the moves that are to an end of a block
@@ -46,11 +48,13 @@ def polish(
     """``best``, or a shorter order: less makespan, or the same and less span.
 
     ``best`` and ``orders``, where walks may begin, are complete lists of F, I and W that hold no more than ``caps``
-    chunk activations per device; so does what comes out. Takes O(moves x tasks); with many tasks fewer moves are tried.
+    chunk activations per device; so does what comes out. Takes O(moves x tasks); with many tasks fewer moves are tried,
+    and from LARGE on none.
     """
-    moves = min(moves, WORK // max(1, sum(map(len, best.lists))))
+    tasks = sum(map(len, best.lists))
+    moves = min(moves, WORK // max(1, tasks))
     least = lower_bound(problem)
-    if moves < 1 or length(best) <= least:
+    if moves < 1 or tasks >= LARGE or 2 * len(problem.chunks) >= STREAMS or length(best) <= least:
         return best
     machine, random = Machine(problem, caps), Random(SEED)
     walks = starts(machine, orders)
@@ -67,10 +71,8 @@ def polish(
         shortest = min((walk.length for walk in walks), default=least)
         if shortest <= least or (number == 0 and shortest >= length(best)):
             break
-    walk = min(walks, key=lambda walk: walk.length, default=None)
-    if walk is None or walk.length >= length(best):
-        return best
-    return min(best, play(problem, machine.lists(*walk.best)), key=length)
+    found = [play(problem, machine.lists(*walk.best)) for walk in walks if walk.length < length(best)]
+    return min([best, *found], key=length)
 
 
 def length(outcome: Outcome | Timed) -> Length:

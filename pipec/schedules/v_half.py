@@ -13,7 +13,10 @@ from pipec.schedules.zb_v import HALF, v_order
 
 @frozen
 class VHalf:
-    """zb-v in half the memory, for a small bubble."""
+    """zb-v in half the memory, for a small bubble.
+
+    ``moves``: as for zb-v.
+    """
 
     bubble: ClassVar[str] = "1.5P-3.5 at F=B=W=1, c=0, even P"
     peak: ClassVar[str] = "(P+2)//2"

@@ -13,7 +13,10 @@ from pipec.schedules.zb_v import NARROW, v_order
 
 @frozen
 class VMin:
-    """zb-v in a third of the memory, for about the bubble of 1f1b."""
+    """zb-v in a third of the memory, for about the bubble of 1f1b.
+
+    ``moves``: as for zb-v.
+    """
 
     bubble: ClassVar[str] = "5.5, 8.5, 13.5 for P=4, 6, 8 at F=B=W=1, c=0"
     peak: ClassVar[str] = "(P+4)//3"

@@ -43,7 +43,7 @@ class Words:
                      (*self.inputs[own], inputs, *self.inputs[rest]))
 
     def key(self) -> tuple[bytes, ...]:
-        """Equal for equal words."""
+        """Equal for equal words; for streams below 256."""
         return (*map(bytes, self.letters), *map(bytes, self.hints))
 
 
@@ -101,7 +101,7 @@ class Machine:
             late = 0
             for kind, chunk, _ in row:
                 if kind == WEIGHT:
-                    late += hinted
+                    late = min(255, late + hinted)
                 else:
                     word.append(chunk if kind == FORWARD else self.count + chunk)
                     asked.append(late)

@@ -1,7 +1,7 @@
 """ZB-1p and ZB-2p (arXiv 2401.10241, section 3): zero bubble on one chunk per device, ordered by the costs.
 
 The paper searches for them automatically; here they are greedy runs under the problem's costs with at most P, or 2P,
-activations per device. With F = B = W they end when ZB-H1 and ZB-H2 do; with other costs, unequal stages or
+activations per device, the best of which is polished (:mod:`pipec.schedules.polish`). With F = B = W they end when ZB-H1 and ZB-H2 do; with other costs, unequal stages or
 hand-overs they are faster.
 """
 
@@ -26,7 +26,10 @@ STEPS = (
 
 @frozen
 class ZB1P:
-    """Split backwards ordered by the costs, in 1f1b's memory."""
+    """Split backwards ordered by the costs, in 1f1b's memory.
+
+    ``moves``: how many changed orders to try where the problem is small enough, see :mod:`pipec.schedules.polish`.
+    """
 
     bubble: ClassVar[str] = "(P-1)(F+B-W) at c=0"
     peak: ClassVar[str] = "P"
@@ -43,7 +46,10 @@ class ZB1P:
 
 @frozen
 class ZB2P:
-    """Split backwards ordered by the costs, in twice 1f1b's memory and almost without bubble."""
+    """Split backwards ordered by the costs, in twice 1f1b's memory and almost without bubble.
+
+    ``moves``: as for zb-1p.
+    """
 
     bubble: ClassVar[str] = "span (P-1)(F+B-2W) at c=0"
     peak: ClassVar[str] = "2P"

@@ -8,7 +8,8 @@ A rhythm has that for a few devices only; :func:`zero_bubble_lists` has it for a
 V-Half and V-Min (arXiv 2405.15362) hold about a half and a third of that, (P+2)//2 and (P+4)//3 activations, for a
 larger bubble.
 
-All three are one policy with three caps: the rhythms below, run under the problem's own costs.
+All three are one policy with three caps: the rhythms below, run under the problem's own costs, and polished where
+the problem is small (:mod:`pipec.schedules.polish`).
 ``problem.memory_limit`` in activations lowers the cap. Any placement is served; "v" is what the figures are for.
 """
 
