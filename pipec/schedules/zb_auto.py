@@ -1,8 +1,8 @@
 """ZB-1p and ZB-2p (arXiv 2401.10241, section 3): zero bubble on one chunk per device, ordered by the costs.
 
 The paper searches for them automatically; here they are greedy runs under the problem's costs with at most P, or 2P,
-activations per device, the best of which is polished (:mod:`pipec.schedules.polish`). With F = B = W they end when ZB-H1 and ZB-H2 do; with other costs, unequal stages or
-hand-overs they are faster.
+activations per device, the best of which is polished where the problem is small (:mod:`pipec.schedules.polish`). With
+F = B = W they end when ZB-H1 and ZB-H2 do; with other costs, unequal stages or hand-overs they are faster.
 """
 
 from __future__ import annotations
