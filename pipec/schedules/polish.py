@@ -197,7 +197,7 @@ class Walk:
                 row.append(len(places[stream]))
                 places[stream].append(i)
             numbers.append(row)
-        ends = [device for device, end in enumerate(last.free) if end > self.timed.makespan - CLOSE]
+        ends = [device for device, end in enumerate(last.free) if end >= self.timed.makespan - CLOSE]
         device = ends[int(random.random() * len(ends))]
         found: list[Spot] = []
         i = block = len(letters[device]) - 1
