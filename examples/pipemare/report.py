@@ -189,8 +189,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if name == "memory" and name not in results.rows:
             results.put(name, memory.table(given.quick))
         elif name == "speed":
-            made = {"ResNet": speed.measure(speed.resnet, given.quick, 1 if given.quick else 5),
-                    "Transformer": speed.measure(speed.transformer, given.quick, 1 if given.quick else 5)}
+            cases = speed.NARROW if given.quick else {**speed.NARROW, **speed.WIDE}
+            made = {name: speed.measure(make, given.quick, 1 if given.quick else 5) for name, make in cases.items()}
             results.put(name, {"rows": made, "machine": machine()})
         elif name in parts:
             results.put(f"machine of {name}", machine())

@@ -1,7 +1,8 @@
 """The paper's fine-grained networks on one device: 107 and 93 logical devices, run by the one-thread replay.
 
 Each is stepped as PipeMare's asynchronous pipeline with its correction, as 1f1b, and trained plainly on the same
-microbatches; the three take turns, and the medians are compared.
+microbatches; the three take turns, and the medians are compared. Narrow networks, where the host's work per task counts
+most, then ResNet-50's own width (with fewer rows, for the same memory) and a Transformer nearer to the paper's.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import fine_nets
@@ -19,20 +21,22 @@ from training import score_loss
 import pipec
 
 LETTERS, LENGTH = 32, 16
+Case = tuple[pipec.Pipeline, list[nets.Part], int, Callable[[], tuple[torch.Tensor, ...]]]
 
 
-def resnet(quick: bool) -> tuple[pipec.Pipeline, list[nets.Part], int, Callable[[], tuple[torch.Tensor, ...]]]:
+def resnet(quick: bool, width: int = 16, rows: int = 32) -> Case:
     """Pipeline, parts, microbatches, and what makes a minibatch: images of 32x32 pixels and labels."""
-    parts = fine_nets.resnet50(4, (1, 1)) if quick else fine_nets.resnet50(16)
-    rows, pixels, microbatches = (8, 8, 4) if quick else (32, 32, 8)
+    parts = fine_nets.resnet50(4, (1, 1)) if quick else fine_nets.resnet50(width)
+    rows, pixels, microbatches = (8, 8, 4) if quick else (rows, 32, 8)
     net = nets.pipeline("ResNet", parts, ("image",), "target", score_loss)
     return net, parts, microbatches, lambda: (torch.randn(rows, 3, pixels, pixels), torch.randint(10, (rows,)))
 
 
-def transformer(quick: bool) -> tuple[pipec.Pipeline, list[nets.Part], int, Callable[[], tuple[torch.Tensor, ...]]]:
+def transformer(quick: bool, width: int = 128, rows: int = 38) -> Case:
     """Pipeline, parts, microbatches, and what makes a minibatch: letters, shifted ones, and what to guess."""
-    parts = fine_nets.transformer(LETTERS, 16, 1, 2, LENGTH) if quick else fine_nets.transformer(LETTERS, 128, 6, 4, 32)
-    rows, length, microbatches = (8, LENGTH, 4) if quick else (38, 32, 19)
+    sizes = (16, 1, 2, LENGTH) if quick else (width, 6, 4, 32)
+    parts = fine_nets.transformer(LETTERS, *sizes)
+    rows, length, microbatches = (8, LENGTH, 4) if quick else (rows, 32, 19)
     net = nets.pipeline("Transformer", parts, ("text", "shifted"), "target", score_loss)
 
     def batch() -> tuple[torch.Tensor, ...]:
@@ -40,6 +44,13 @@ def transformer(quick: bool) -> tuple[pipec.Pipeline, list[nets.Part], int, Call
         return text, text.roll(1, 1), text
 
     return net, parts, microbatches, batch
+
+
+NARROW = {"ResNet": resnet, "Transformer": transformer}
+WIDE = {
+    "ResNet, width 64": partial(resnet, width=64, rows=8),
+    "Transformer, width 256": partial(transformer, width=256),
+}
 
 
 def plain(parts: list[nets.Part], inputs: tuple[str, ...], microbatches: int, lr: float) -> Callable[..., float]:
