@@ -9,7 +9,7 @@ from pathlib import Path
 
 Line = Sequence[tuple[float, float]]
 COLOURS = ("#1b6ca8", "#d95f02", "#2a9d5c", "#b5338a", "#7a5195", "#8c6d1f", "#00a3a3", "#c1272d", "#555555",
-           "#e58fb1")
+           "#e58fb1", "#6b8e23")
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 560, 380, 64, 40, 48  # width without the legend
 
 
@@ -25,7 +25,7 @@ def _text(x: float, y: float, words: str, anchor: str = "start", extra: str = ""
 
 
 def lines(path: Path, title: str, across: str, up: str, series: Mapping[str, Line], top: float | None = None) -> None:
-    """Write a chart of the series, at most ten; values above ``top`` are drawn at the upper edge."""
+    """Write a chart of the series, at most eleven; values above ``top`` are drawn at the upper edge."""
     points = [point for line in series.values() for point in line]
     x0, x1 = min(x for x, _ in points), max(x for x, _ in points)
     y0, y1 = min(0.0, *(y for _, y in points)), max(y for _, y in points) if top is None else top

@@ -55,6 +55,7 @@ DIGITS_BEST = [
      Method("pipemare", inflight="1f1b", reschedule=0.25, warm=0.2, momentum=0.5), 0.1),
     ("PipeDream, T1 + T3, AdamW beta 0.5", DREAM, 0.04),
     ("prediction, T1 + T3, AdamW beta 0.5", replace(DREAM, schedule="predicted", inflight="1f1b"), 0.02),
+    ("PipeMare 1f1b, T1 + T2 + T3, AdamW, 8 microbatches", replace(FEW, devices=0, microbatches=8), 0.02),
     ("PipeMare 1f1b, T1 + T2 + T3, AdamW, 4 devices", FEW, 0.02),
     ("PipeMare 1f1b, T1 + T2 + T3, AdamW, 4 devices", FEW, 0.04),
     ("PipeMare 1f1b, T1 + T2 + T3, AdamW beta 0.5, 4 devices", replace(FEW, momentum=0.5), 0.02),
