@@ -64,6 +64,8 @@ def test_results_hold_what_was_finished() -> None:
         assert repr(results[0]) == "Result(nothing finished: the pipeline is still filling)"
         with pytest.raises(pipec.RunError, match="still filling"):
             _ = results[0].loss
+        with pytest.raises(pipec.RunError, match=r"no output here.*still filling; .*the output of run\.flush"):
+            _ = results[0].output
         assert results[2].minibatches == (0,)
         assert results[2].loss == results[2].microbatch_losses["loss"][0]
         assert results[2].output.shape == (6, WIDTH)

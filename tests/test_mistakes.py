@@ -187,10 +187,10 @@ def test_an_empty_flush_says_why() -> None:
     with pipec.Runner(made, pipec.compile(made, 2, 2, "pipemare", update="stage"), optimizer=SGD) as run:
         empty = run.flush()
         assert repr(empty) == "Result(nothing finished: nothing was in flight)"
-        assert "in the results of the steps or the flush that finished" in told(pipec.RunError, lambda: empty.loss)
+        assert "is in the result of the step or the flush that finished" in told(pipec.RunError, lambda: empty.loss)
         first = run.step(**batch())
         assert repr(first) == "Result(nothing finished: the pipeline is still filling)"
-        assert "take the losses of run.flush()" in told(pipec.RunError, lambda: first.loss)
+        assert "take the loss of run.flush()" in told(pipec.RunError, lambda: first.loss)
         assert run.flush().loss > 0
         run.step(**batch())
         assert "; minibatch 1 finished first" in repr(run.evaluate(**batch()))

@@ -72,7 +72,7 @@ def test_rows_that_disagree_and_inputs_that_cannot_be_split() -> None:
         for odd in (data(8)["y"].to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])):
             with pytest.raises(pipec.RunError, match=r"'y' is a (torch.sparse_coo|nested) tensor, .* make it dense"):
                 run.step(x=data(8)["x"], y=odd)
-        with pytest.raises(pipec.RunError, match="'y' holds no tensor to split, got str"):
+        with pytest.raises(pipec.RunError, match="'y' holds no tensor to split, got str; give it as a tensor"):
             run.step(x=data(8)["x"], y="text")
         with pytest.raises(pipec.RunError, match="no row"):
             run.step(x=data(0)["x"], y=data(0)["y"])

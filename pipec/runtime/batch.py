@@ -63,8 +63,9 @@ def row_count(spec: Spec, values: Sequence[Any]) -> int | None:
         tensors = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
         if not tensors:
             problems.append(
-                Problem(f"input {item.name!r} holds no tensor to split, got {type(value).__name__}; declare it with "
-                        "input(name, split=None) if it is the same for all microbatches", item.location)
+                Problem(f"input {item.name!r} holds no tensor to split, got {type(value).__name__}; give it as "
+                        "a tensor, or declare it with input(name, split=None) if it is the same for all microbatches",
+                        item.location)
             )
         for tensor in tensors:
             if tensor.is_nested or tensor.layout is not torch.strided:

@@ -17,10 +17,10 @@ from pipec.spec import Spec
 FILLING = "the pipeline is still filling"
 IDLE = "nothing was in flight"
 SYNCHRONOUS = "the plan is synchronous, so every step finishes its own minibatch and nothing is left to flush"
-EMPTY = {  # why a result is empty, and where the losses are
-    FILLING: "look at result.finished first, or take the losses of run.flush()",
-    IDLE: "the losses are in the results of the steps or the flush that finished the minibatches",
-    SYNCHRONOUS: "the loss is in the result of step()",
+EMPTY = {  # why a result is empty, and where the losses and outputs are
+    FILLING: "look at result.finished first, or take the {what} of run.flush()",
+    IDLE: "each {what} is in the result of the step or the flush that finished its minibatch",
+    SYNCHRONOUS: "the {what} is in the result of step()",
 }
 
 
@@ -56,9 +56,23 @@ class AsynchronousResult(Result):
         Raises:
             RunError: nothing was finished yet.
         """
-        if not self.finished:
-            raise RunError(f"no loss here, since nothing was finished: {self.empty}; {EMPTY[self.empty]}")
+        self._refuse_empty("loss")
         return Result.loss.__get__(self)  # type: ignore[no-any-return]
+
+    @property
+    def output(self) -> Any:
+        """The only output, of the finished microbatches.
+
+        Raises:
+            RunError: nothing was finished yet, or there are none or several.
+        """
+        self._refuse_empty("output")
+        return Result.output.__get__(self)
+
+    def _refuse_empty(self, what: str) -> None:
+        if not self.finished:
+            found = EMPTY[self.empty].format(what=what)
+            raise RunError(f"no {what} here, since nothing was finished: {self.empty}; {found}")
 
     def __repr__(self) -> str:
         if not self.finished:
