@@ -67,6 +67,25 @@ def test_a_failure_drops_what_is_in_flight(name: str, backend: str) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pipec chain")]
 
 
+@pytest.mark.parametrize("backend", ["replay", "threads", "lanes"])
+@pytest.mark.parametrize("name", ["pipedream", "pipemare"])
+def test_a_buffer_that_is_used_again_while_it_is_read(name: str, backend: str) -> None:
+    with runner([Dense() for _ in range(3)], SCHEDULES[name], backend=backend) as run:
+        first, second = batches(2)
+        run.step(**first)
+        first["x"].copy_(second["x"])
+        with pytest.raises(pipec.RunError, match="input 'x' of minibatch 0 was written into while") as caught:
+            for _ in range(4):
+                run.step(**second)
+        assert "minibatches in flight are lost: 0, 1" in "\n".join(caught.value.__notes__)
+        for batch in batches(5):  # tensors of every step's own, gone after it
+            run.step(**{key: value.clone() for key, value in batch.items()})
+        run.flush()
+        first["x"].zero_()  # finished, or lost: nobody reads it any more
+        run.step(**second)
+        run.flush()
+
+
 def test_a_failed_update_names_the_stage_and_clears_gradients() -> None:
     with runner(stages(), "pipedream", 1) as run:
         run.step(**batches(1)[0])

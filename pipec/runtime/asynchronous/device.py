@@ -14,7 +14,7 @@ from pipec.runtime.asynchronous.program import Reading
 from pipec.runtime.asynchronous.recognise import Following, check_saved
 from pipec.runtime.asynchronous.saved import Saved, outer_hooks
 from pipec.runtime.asynchronous.weights import Leaves, StageWeights
-from pipec.runtime.borders import edges, pack, versions
+from pipec.runtime.borders import edges, pack, version, versions
 from pipec.runtime.buffers import NOT_WATCHED
 from pipec.runtime.engine import gradients
 from pipec.runtime.executor import HANDLERS, Device, Tape, _flat, _shaped
@@ -70,6 +70,7 @@ class OverlappedDevice(Device):
     def forward(self, op: Op) -> None:
         """FORWARD with the weights that the plan and its rule say."""
         step, weights = self.step, self.step.weights[op.stage]
+        self._check_inputs(op)
         if op.stage in step.statistics.marks:
             step.statistics.mark(op.stage, op.microbatch)
         reading: Reading = step.readings[op.task]
@@ -84,6 +85,7 @@ class OverlappedDevice(Device):
     def recompute(self, op: Op) -> None:
         """RECOMPUTE with the weights that the plan and its rule say."""
         step, weights = self.step, self.step.weights[op.stage]
+        self._check_inputs(op)
         reading: Reading = step.readings[op.task]
         back = step.delayed(op, weights) if reading.exact else 0
         leaves = step.half.recompute(
@@ -92,6 +94,20 @@ class OverlappedDevice(Device):
         if step.on_read is not None:
             step.tell(op, leaves, reading.version - back)
         self._with(weights, leaves, reading, super().recompute, op)
+
+    def _check_inputs(self, op: Op) -> None:
+        """Raise RunError when the caller has written into an input that is still to be read here."""
+        stage, step = self.stages[op.stage], self.step
+        if not stage.inputs or self.inputs is not step.inputs:  # copies of the device's own
+            return
+        flight = step.flight(op.microbatch)
+        for index in stage.inputs:
+            if version(self.inputs[index][op.microbatch]) != flight.written[index]:
+                raise RunError(
+                    f"input {step.spec.inputs[index].name!r} of minibatch {flight.number} was written into while the "
+                    f"minibatch is in flight, so stage {stage.name!r} would read the numbers of another one; give "
+                    "every step tensors of its own (clone() a buffer that is used again)"
+                )
 
     def _with(self, weights: StageWeights, leaves: Leaves, reading: Reading, run: Any, op: Op) -> None:
         self._leaves, self._reading, self._saved = leaves, reading, None
@@ -205,6 +221,7 @@ class OverlappedDevice(Device):
     def backward(self, op: Op) -> None:
         """BACKWARD: vector-Jacobian products with the weights that the plan and its rule say."""
         stage, step = self.stages[op.stage], self.step
+        self._check_inputs(op)
         reading: Reading = step.readings[op.task]
         weights, tape = step.weights[op.stage], self.store[op.tape]
         weights.of(reading.version)  # kept for this task, also where the graph holds the same tensors

@@ -107,7 +107,7 @@ class Flow:
         """
         packets = batch.packets()
         options = {stage: rates.options_of(optimizer) for stage, optimizer in self.optimizers.items()}
-        flight = flight_of(batch, random, self.steps.every, options)
+        flight = flight_of(batch, packets, random, self.steps.every, options)
         if self.window is None:
             self._begin(backend)
         window = self.window

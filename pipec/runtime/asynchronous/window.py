@@ -21,6 +21,7 @@ from pipec.runtime.asynchronous.reads import OnRead, WeightsRead, version_of
 from pipec.runtime.asynchronous.result import Finished
 from pipec.runtime.asynchronous.statistics import Statistics
 from pipec.runtime.asynchronous.weights import Leaves, StageWeights
+from pipec.runtime.borders import versions
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.program import Op
 from pipec.runtime.randomness import Purpose, Randomness, Stream
@@ -39,6 +40,7 @@ class Flight:
         seeds: the same for its gradient, where an update takes fewer backwards than a minibatch.
         options: per stage what its optimizer's groups said when the minibatch was fed.
         updated: names of the stages of this process that were updated with it, in order.
+        written: per input how often its tensors had been written into when the minibatch was fed.
         rows: of every microbatch, None where no input is split.
     """
 
@@ -49,11 +51,18 @@ class Flight:
     shares: list[Fraction]
     options: Mapping[int, list[dict[str, Any]]]
     updated: list[str]
+    written: Sequence[int]
     rows: Sequence[int] | None = None
 
 
-def flight_of(batch: Batch, random: Randomness, every: int, options: Mapping[int, list[dict[str, Any]]]) -> Flight:
-    """The record of a minibatch that is fed. An update of ``every`` backwards takes the mean over their rows."""
+def flight_of(
+    batch: Batch, packets: Sequence[Sequence[Any]], random: Randomness, every: int,
+    options: Mapping[int, list[dict[str, Any]]],
+) -> Flight:
+    """The record of a minibatch that is fed, its inputs cut into ``packets``.
+
+    An update of ``every`` backwards takes the mean over their rows.
+    """
     parts, count = batch.parts or [1] * batch.microbatches, batch.microbatches
     rows = sum(parts)
     seeds = []
@@ -64,7 +73,8 @@ def flight_of(batch: Batch, random: Randomness, every: int, options: Mapping[int
             own = [weight * rows / group for weight, group in zip(own, groups, strict=True)]
         seeds.append(own)
     shares = [Fraction(part, rows) for part in parts]
-    return Flight(random.position.step, random, batch.weights, seeds, shares, options, [], batch.parts)
+    written = versions([pieces[0] for pieces in packets])  # the pieces of a tensor count their writes together
+    return Flight(random.position.step, random, batch.weights, seeds, shares, options, [], written, batch.parts)
 
 
 class Window:
@@ -78,6 +88,7 @@ class Window:
     ) -> None:
         plan = steps.plan
         self.steps, self.plan, self.half, self.readings = steps, plan, steps.half, steps.readings
+        self.spec = spec
         self.weights, self.optimizers, self.places = weights, optimizers, steps.places
         self.minibatch, self.every = plan.minibatch, steps.every
         count = plan.microbatches
