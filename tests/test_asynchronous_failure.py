@@ -75,8 +75,7 @@ def test_a_buffer_that_is_used_again_while_it_is_read(name: str, backend: str) -
         run.step(**first)
         first["x"].copy_(second["x"])
         with pytest.raises(pipec.RunError, match="input 'x' of minibatch 0 was written into while") as caught:
-            for _ in range(4):
-                run.step(**second)
+            run.step(**second)
         assert "minibatches in flight are lost: 0, 1" in "\n".join(caught.value.__notes__)
         for batch in batches(5):  # tensors of every step's own, gone after it
             run.step(**{key: value.clone() for key, value in batch.items()})

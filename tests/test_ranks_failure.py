@@ -308,7 +308,7 @@ def no_fit(rank: int) -> list[str]:
 
 def test_plans_that_do_not_fit(crew2: Any) -> None:
     first, second = crew2(no_fit)
-    assert "the plan has 4 devices, so it runs on 4 processes; torch.distributed was initialised with 2" in first[0]
+    assert "the plan has 4 devices, so the number of processes must be 4; torch.distributed was initialised" in first[0]
     assert "rank 1 could not make its runner: RunError: the plan has no UPDATE" in first[1]
     assert second[1].startswith("the plan has no UPDATE")
     assert "outputs must be 'owner' or 'all'" in first[2]

@@ -143,7 +143,8 @@ def model_problems(found: Sequence[Owner], state: State) -> list[Problem]:
     missing = [name for name in own if not any(other in state for other in same[name])]
     unknown = [name for name in state if name not in own]
     problems = [Problem(f"missing: {', '.join(missing)}")] if missing else []
-    problems += [Problem(f"unknown: {', '.join(unknown)}")] if unknown else []
+    hint = "; names are stage.key, or those of the module given as Runner(model=...)" if missing else ""
+    problems += [Problem(f"unknown: {', '.join(unknown)}{hint}")] if unknown else []
     checked: set[str] = set()
     for name, value in own.items():
         given = state.get(name)
@@ -159,8 +160,6 @@ def model_problems(found: Sequence[Owner], state: State) -> list[Problem]:
                 Problem(f"{other} and {name} are one tensor here, but two different ones there")
                 for other in same[name] if other != name and other in checked and not _equal(state[other], given)
             ]
-    if missing and unknown:
-        problems.append(Problem("names are stage.key, or those of the module given as Runner(model=...)"))
     return problems
 
 

@@ -61,12 +61,13 @@ def layouts(plan: Plan, mesh: Any, replicas: int) -> list[tuple[tuple[int, ...],
     if mesh is None:
         world = dist.get_world_size()
         if world != plan.devices * replicas:
-            what = f"{plan.devices} devices" + (f" x {replicas} replicas" if replicas > 1 else "")
+            what = "1 device" if plan.devices == 1 else f"{plan.devices} devices"
+            what += f" x {replicas} replicas" if replicas > 1 else ""
             hint = (f"; to train {world // plan.devices} replicas compile with data_parallel={world // plan.devices}"
                     if replicas == 1 and world % plan.devices == 0 else "")
             raise RunError(
-                f"the plan has {what}, so it runs on {plan.devices * replicas} processes; torch.distributed was "
-                f"initialised with {world}{hint}"
+                f"the plan has {what}, so the number of processes must be {plan.devices * replicas}; torch.distributed "
+                f"was initialised with {world}{hint}"
             )
         table = np.arange(world).reshape(1, replicas, plan.devices)
     else:
