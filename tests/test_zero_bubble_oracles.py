@@ -10,7 +10,7 @@ import pytest
 
 import pipec
 from pipec.schedules import InterleavedZeroBubble
-from pipec.schedules.zb_v import zero_bubble_lists
+from pipec.schedules.zb_v import late_forward_lists, zero_bubble_lists
 
 UNIT = (1.0, 1.0, 1.0)
 PAPER = tuple(part / 18.522 for part in (18.522, 18.086, 9.337))  # arXiv 2401.10241, table 9: 1.5B model, 8 devices
@@ -22,7 +22,9 @@ def timeline(schedule, P, M, durations=UNIT, c=0.0, cap=None, v=None):
     v = v or CHUNKS.get(schedule, 1)
     costs = pipec.Costs(*(part / v for part in durations), latency=c)
     limit = None if cap is None else pipec.activations(cap)
-    return pipec.compile(pipec.chain(P * v), P, M, schedule, costs=costs, memory_limit=limit).simulate()
+    placement = "v" if callable(schedule) else None
+    return pipec.compile(pipec.chain(P * v), P, M, schedule, costs=costs, memory_limit=limit,
+                         placement=placement).simulate()
 
 
 def close(value):
@@ -64,7 +66,7 @@ PEERS = [
     ("v-min", 4, 8, UNIT, 0.1, 33.5, None, 2),
     ("zb-h1", 8, 32, PAPER, PAPER_C, 90.59, None, 8),
     ("zb-2p", 8, 32, PAPER, PAPER_C, 86.61, 86.11, 16),
-    ("zb-v", 8, 32, PAPER, PAPER_C, 84.00, 84.00, 8),  # published with makespan 84.01 and span 83.88
+    ("zb-v", 8, 32, PAPER, PAPER_C, 84.01, 83.88, 8),
     ("v-half", 8, 32, PAPER, PAPER_C, 91.59, None, 5),
     ("v-min", 8, 32, PAPER, PAPER_C, 114.86, None, 4),
 ]
@@ -118,6 +120,26 @@ def test_the_gapless_lists_are_complete_for_any_microbatches(P):
         plan = pipec.compile(pipec.chain(2 * P), P, M, lambda p: zero_bubble_lists(p, [2 * P] * P), placement="v",
                              costs=costs)
         assert max(plan.simulate().peak_share) <= min(P, M)
+
+
+@pytest.mark.parametrize("P", [2, 3, 4, 6, 8])
+def test_lists_with_late_forwards_are_complete_and_hold_what_the_gapless_ones_hold(P):
+    costs = pipec.Costs(*(part / 2 for part in PAPER), latency=PAPER_C)
+    for M in (2 * P - 1, 2 * P, 4 * P):
+        late, gapless = (
+            pipec.compile(pipec.chain(2 * P), P, M, lambda p, make=make: make(p, [2 * P] * P), placement="v",
+                          costs=costs).simulate()
+            for make in (late_forward_lists, zero_bubble_lists)
+        )
+        assert max(late.peak_share) <= P
+        policy = timeline("zb-v", P, M, PAPER, PAPER_C)
+        assert policy.makespan <= min(late.makespan, gapless.makespan) + 1e-9
+
+
+def test_late_forwards_let_the_last_device_end_with_the_first():
+    line = timeline(lambda p: late_forward_lists(p, [16] * 8), 8, 32, PAPER, PAPER_C, v=2)
+    assert line.makespan == close(line.span)
+    assert line.span < 83.88
 
 
 @pytest.mark.parametrize("P", [4, 6, 8, 10, 12])

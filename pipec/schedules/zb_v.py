@@ -3,7 +3,8 @@
 ZB-V (arXiv 2401.10241, section 6) holds what 1F1B holds, P activations, on every device, and with F = B = W and free
 hand-overs leaves no bubble inside a device's span: makespan M(F+B+W) + (P-1)/2, the least there is for two chunks.
 
-A rhythm has that for a few devices only; :func:`zero_bubble_lists` has it for any number of them, given M >= 2P-1.
+A rhythm has that for a few devices only; :func:`zero_bubble_lists` has it for any number of them, given M >= 2P-1, and
+:func:`late_forward_lists` ends sooner where hand-overs are not free.
 
 V-Half and V-Min (arXiv 2405.15362) hold about a half and a third of that, (P+2)//2 and (P+4)//3 activations, for a
 larger bubble.
@@ -19,11 +20,14 @@ from typing import ClassVar
 
 from attrs import frozen
 
+from pipec.costs import Activations
 from pipec.schedules.base import F, I, Op, Order, Problem, W
 from pipec.schedules.greedy import Keep
-from pipec.schedules.limits import share_limit
-from pipec.schedules.polish import MOVES
+from pipec.schedules.limits import chunk_caps, share_limit
+from pipec.schedules.played import play
+from pipec.schedules.polish import LARGE, MOVES, length
 from pipec.schedules.rhythm import Rhythm, best_order
+from pipec.schedules.words import Machine, Row
 
 WIDE = (
     Rhythm((3, 4), (1, 2), (3, 6, 2), slack=2, window=12, patience=0.5),
@@ -55,7 +59,13 @@ def v_order(problem: Problem, shares: float, rhythms: tuple[Rhythm, ...], moves:
     """The best order for at most ``shares`` activations per device, or for the memory limit where that is lower."""
     limit = share_limit(problem, shares)
     tried = rhythms if limit == shares else WIDE + HALF + NARROW + BETWEEN
-    return best_order(problem, limit, tried, moves=moves, makers=(zero_bubble_lists,))
+    found = best_order(problem, limit, tried, moves=moves, makers=(zero_bubble_lists,))
+    in_bytes = problem.memory_limit is not None and not isinstance(problem.memory_limit, Activations)
+    if in_bytes or 3 * len(problem.chunks) * problem.microbatches >= LARGE:
+        return found
+    other = late_forward_lists(problem, chunk_caps(problem, limit))
+    # Compared at the end, not a start of the search: whatever that finds, the shorter of the two is taken.
+    return found if other is None else min((found, other), key=lambda lists: length(play(problem, lists)))
 
 
 def zero_bubble_lists(problem: Problem, caps: list[int]) -> list[list[Op]] | None:
@@ -98,6 +108,46 @@ def _gapless(devices: int, device: int, microbatches: int) -> list[Op]:
         if m < microbatches:
             made.append(make(chunk, m))
     return made
+
+
+def late_forward_lists(problem: Problem, caps: list[int]) -> list[list[Op]] | None:
+    """The lists of :func:`zero_bubble_lists` with another end, for hand-overs that cost something or W below F and B.
+
+    There the last forwards hold up the input halves that the other devices wait for. So
+
+    - the last forward of b comes after the input half of b behind it; on the last device that of a, likewise,
+    - on devices 1 to P/2 the input halves that follow run as one of b, one of a, not the other way round,
+    - and weight halves go where there is a gap for them (:mod:`pipec.schedules.words`).
+
+    With the costs that arXiv 2401.10241 measured (table 9: 8 devices, F, B, W and c of 18.522, 18.086, 9.337 and
+    0.601) and 32 microbatches that ends when device 0 does, whose own end is what bounds the span.
+
+    Returns:
+        None where there are no gapless lists, fewer than 2P-1 microbatches or one device, or where it deadlocks.
+        Takes O(tasks squared) in the worst case: for problems small enough to be polished.
+    """
+    gapless, devices = zero_bubble_lists(problem, caps), problem.devices
+    if gapless is None or devices < 2 or problem.microbatches < 2 * devices - 1:
+        return None
+    machine = Machine(problem, caps)
+    words = machine.words(gapless, hinted=False)
+    for device in range(1, devices):
+        letters = _late(words.letters[device], device, devices)
+        words = words.change(device, letters, words.hints[device], machine.inputs(letters))
+    timed = machine.time(words, [machine.begin()])
+    return None if timed is None else machine.lists(words, timed)
+
+
+def _late(word: Row, device: int, devices: int) -> Row:
+    """The letters of one device with the last forward one letter later; F of chunk c is c, its I 2P + c."""
+    down, up, count = device, 2 * devices - 1 - device, 2 * devices
+    moved = up if device < devices - 1 else down
+    last = max(i for i, stream in enumerate(word) if stream == moved)
+    head, rest = [*word[:last], word[last + 1], moved], word[last + 2 :]
+    if moved == up and 2 * device <= devices:
+        ups, downs = rest.count(count + up), rest.count(count + down)
+        rest = [count + up, count + down] * ups + [count + down] * (downs - ups)
+    return head + rest
 
 
 @frozen
