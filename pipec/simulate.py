@@ -132,14 +132,14 @@ def run_clock(plan: Plan, duration: Floats, costs: Costs) -> tuple[Floats, Float
     return np.asarray(starts), np.asarray(ends), np.asarray(cause, np.int32)
 
 
-def _groups(plan: Plan, order: Sequence[int]) -> dict[int, list[int]]:
-    """Overlap groups by the first of their tasks."""
-    found: dict[int, list[int]] = {}
+def _groups(plan: Plan, order: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Overlap groups by the first of their tasks; tuples of numbers, which the garbage collector does not follow."""
+    found: dict[int, tuple[int, ...]] = {}
     if plan.table.group.any():
         numbers = plan.table.group.tolist()
         for task in order:
             if numbers[task]:
-                found.setdefault(numbers[task], []).append(task)
+                found[numbers[task]] = (*found.get(numbers[task], ()), task)
     return {tasks[0]: tasks for tasks in found.values()}
 
 

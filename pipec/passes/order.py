@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -100,24 +100,25 @@ def check_asked(make: Any, problem: Problem, name: str) -> None:
         ) from None
 
 
-def read_rows(answer: Any, name: str) -> list[list[Any]]:
-    """A policy's answer as lists; an error that the user's own generator raises keeps its type."""
-    rows: list[list[Any]] = []
+def read_rows(answer: Any, name: str) -> Iterator[list[Any]]:
+    """A policy's answer as lists, one after another; an error that the user's own generator raises keeps its type."""
     given: Iterable[Any] = answer if _listed(answer) else [None]
     for row in given:
         if not _listed(row):
             text = f"; {READ_TEXT}" if isinstance(answer, str) or isinstance(row, str) else ""
             raise ScheduleError(f"schedule {name!r} must return one list of tasks per device, got {answer!r}{text}")
-        rows.append(list(row))
-    return rows
+        yield list(row)
 
 
 def _listed(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str)
 
 
-def without_groups(rows: list[list[Any]], name: str) -> tuple[list[list[Any]], list[Ops]]:
+def without_groups(rows: Iterable[list[Any]], name: str) -> tuple[list[list[Any]], list[Ops]]:
     """The rows with the tasks of each overlap in its place, and per device and task the number of its overlap.
+
+    Overlaps are objects that the garbage collector follows, unlike tasks, so they are dropped row by row: kept for all
+    devices at once they would set off collections of all that the process has.
 
     Raises:
         ScheduleError: an overlap of fewer than two tasks.

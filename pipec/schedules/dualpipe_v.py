@@ -45,7 +45,7 @@ class DualPipeV:
     def order(self, problem: Problem) -> Order:
         """Raises ScheduleError when the chunks do not lie in a V."""
         check_v(problem, self.name)
-        return [_Device(problem, device).ops() for device in range(problem.devices)]
+        return (_Device(problem, device).ops() for device in range(problem.devices))
 
 
 class _Device:
