@@ -155,12 +155,14 @@ def test_the_search_is_the_same_every_time_and_can_be_left_out(policy: Any) -> N
     assert evolve(policy, moves=0).order(evolve(problem, memory_limit=None)) is not None
 
 
-def test_limits_in_bytes_and_many_tasks_are_left_to_the_rhythms() -> None:
+def test_limits_in_bytes_missing_costs_and_many_tasks_are_left_to_the_rhythms() -> None:
     problem = problem_of([0, 1, 2, 3], 8, pipec.Costs(4.0, 4.0, 4.0, latency=1.0))
     rhythms = (Rhythm((1,), (1,), (1, 1, 1), window=1.5),)
     plain = best_order(problem, 3, rhythms)
     assert best_order(problem, 3, rhythms, moves=6000) != plain
     assert best_order(evolve(problem, memory_limit=1e9), 3, rhythms, moves=6000) == plain
+    given = evolve(problem, costs=pipec.Costs())  # as where none were given
+    assert best_order(given, 3, rhythms, moves=6000) == best_order(given, 3, rhythms)
     many = evolve(problem, microbatches=300)
     assert best_order(many, 3, rhythms, moves=6000) == best_order(many, 3, rhythms)
 

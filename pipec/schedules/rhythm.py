@@ -18,7 +18,7 @@ from math import inf
 
 from attrs import evolve, frozen
 
-from pipec.costs import Activations
+from pipec.costs import UNIT, Activations
 from pipec.errors import ScheduleError
 from pipec.ir import Chunk
 from pipec.schedules.base import Op, Problem
@@ -118,13 +118,14 @@ def best_order(
     Every rhythm is run under the true costs and as if F = B = W = 1: a device that takes what is ready first may gain
     a moment and lose the rhythm. Ties go to the smaller span, then to makers, to true costs, to the earlier rhythm. On
     large problems the choice is made on fewer devices and microbatches. On small ones it is polished by so many
-    ``moves`` (:mod:`pipec.schedules.polish`), unless there is a limit in bytes, of which polishing knows nothing.
+    ``moves`` (:mod:`pipec.schedules.polish`), unless there is a limit in bytes, of which polishing knows nothing, or no
+    costs were given: seconds are not spent on times that stand for none.
     """
     caps = chunk_caps(problem, shares)
     if len(problem.chunks) * problem.microbatches * 3 <= REHEARSED:
         made = [outcome for _, outcome in _ranked(problem, caps, rhythms, split, makers)]
         in_bytes = problem.memory_limit is not None and not isinstance(problem.memory_limit, Activations)
-        if split and not in_bytes:
+        if split and not in_bytes and problem.costs != UNIT:
             return polish(problem, caps, made[0], [outcome.lists for outcome in made], moves).lists
         return made[0].lists
     small, small_caps = rehearsal(problem, caps)
