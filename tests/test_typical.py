@@ -31,6 +31,7 @@ def stepped() -> tuple[pipec.Runner, Any]:
     (lambda stage, m: 50_000_000 if m == 0 else 10_000, False),  # the machine held one microbatch up
     (lambda stage, m: 10_000 if m == 0 else 50_000_000, True),
     (lambda stage, m: 500_000 if stage else 10_000, True),  # one long stage is worth it
+    (lambda stage, m: 0 if m < 2 else 210_000, True),  # a mean of little more than half of what pays
 ])
 def test_one_microbatch_that_was_held_up_changes_nothing(took: Callable[[int, int], int], threads: bool) -> None:
     run, step = stepped()
