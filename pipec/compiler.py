@@ -152,19 +152,19 @@ def build(
             refuse_slices(recipe.policy, slices)
         longest = getattr(getattr(recipe.policy, "weights", None), "longest", 0)
         # with copies: before the last minibatch is cut off, values come back from host memory as in all others
-        draft = settle(problem, lambda longer: copies(compute_tasks(graph, longer, recipe)), longest)
+        draft = settle(problem, lambda longer: copies(compute_tasks(graph, longer, recipe, costs)), longest)
     else:
-        draft = copies(compute_tasks(graph, problem, recipe))
+        draft = copies(compute_tasks(graph, problem, recipe, costs))
     plan = evolve(finish(draft, costs), recipe=recipe, data_parallel=recipe.data_parallel)
     verify(plan, memory_limit=recipe.memory_limit)
     return plan
 
 
-def compute_tasks(graph: Graph, problem: Problem, recipe: Recipe) -> Draft:
+def compute_tasks(graph: Graph, problem: Problem, recipe: Recipe, costs: Costs | None = None) -> Draft:
     """Every task but the copies, in one global order."""
     draft = order(graph, problem, recipe.policy, training=recipe.training)
     draft = recompute_pass(draft, recipe.recompute)
-    draft = linearise(draft)
+    draft = linearise(draft, costs)
     draft = reduce(draft, recipe.data_parallel)
     return updates(draft, recipe.update, recipe.update_early)
 
@@ -175,7 +175,7 @@ def finish(draft: Any, costs: Costs | None = None) -> Plan:
     return Plan(
         draft.graph, draft.chunks, draft.devices, draft.microbatches, draft.schedule, draft.recompute, draft.update,
         draft.table, lanes, waits, buffers, draft.replicas, draft.slices, costs, update_early=draft.update_early,
-        minibatches=draft.minibatches, weights="" if draft.rule is None else draft.rule.text,
+        minibatches=draft.minibatches, weights="" if draft.rule is None else draft.rule.text, behind=draft.behind,
     )
 
 

@@ -31,6 +31,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         made |= {name: getattr(plan, name) for name in ASYNCHRONOUS}
     if plan.data_parallel > 1:
         made["data_parallel"] = plan.data_parallel
+    if any(plan.behind):
+        made["behind"] = list(plan.behind)
     made["graph"] = asdict(plan.graph)
     made["chunks"] = [asdict(chunk) for chunk in plan.chunks]
     made["table"] = {name: getattr(plan.table, name).tolist() for name in TABLE_COLUMNS}
@@ -84,6 +86,7 @@ def from_dict(given: Any) -> Plan:
         minibatches=at["minibatches"].whole(1) if "minibatches" in given else 1,
         weights=at["weights"].all(str) if "weights" in given else "",
         data_parallel=at["data_parallel"].whole(1) if "data_parallel" in given else 1,
+        behind=at["behind"].wholes() if "behind" in given else (),
     )
     check_form(plan)
     return plan

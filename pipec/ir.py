@@ -237,6 +237,7 @@ class Plan:
     minibatches: int = 1
     weights: str = ""  # the weight rule of an asynchronous plan, as text
     data_parallel: int = 1  # replicas of the whole pipeline in other processes, which add up their gradients
+    behind: tuple[int, ...] = ()  # of an asynchronous plan: per device the tasks that a step leaves to the next
 
     @property
     def asynchronous(self) -> bool:
@@ -298,7 +299,7 @@ class Plan:
         if not isinstance(other, Plan):
             return NotImplemented
         plain = ("graph", "chunks", "devices", "microbatches", "schedule", "recompute", "update", "table", "waits",
-                 "buffers", "replicas", "slices", "update_early", "data_parallel", "minibatches", "weights")
+                 "buffers", "replicas", "slices", "update_early", "data_parallel", "minibatches", "weights", "behind")
         return all(getattr(self, name) == getattr(other, name) for name in plain) and all(
             np.array_equal(a, b)
             for mine, theirs in zip(self.lanes, other.lanes, strict=True)

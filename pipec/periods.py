@@ -1,21 +1,25 @@
 """The steps of an asynchronous plan: which tasks run when minibatch k is fed, and what is left for the flush.
 
 Step k runs every task that needs minibatch k, directly or through what comes before it in its lane or must end before
-it, and no later one. Once the pipeline is full, every step is the one before with N microbatches and one minibatch's
-updates added: the steady period. What the last minibatches of a plan leave behind is its epilogue, the flush.
+it, and no later one, but for the last ``behind`` tasks of each device, which later steps begin with (see
+:mod:`pipec.passes.behind`). Once the pipeline is full, every step is the one before with N microbatches and one
+minibatch's updates added: the steady period. What the last minibatches of a plan leave behind is its epilogue, the
+flush.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
 from pipec.errors import PlanError
-from pipec.ir import TABLE_COLUMNS, Column, Kind, Plan, Table
+from pipec.ir import TABLE_COLUMNS, Column, Kind, Lane, Plan, Table
 from pipec.rules.base import READERS, newest_by_row, update_every
+from pipec.segments import recomputed_values
 from pipec.spec import Graph
 
 Rows = npt.NDArray[np.int64]
@@ -46,6 +50,23 @@ def steps(order: Rows, start: Column, needs: Column, given: Rows) -> tuple[Rows,
                 depth = level[need] + 1
         step[task], level[task] = own, depth
     return np.asarray(step, np.int64), np.asarray(level, np.int64)
+
+
+def moved(step: Rows, lists: Sequence[Rows], behind: Sequence[int], count: int) -> Rows:
+    """The steps that run the tasks when each device stays ``behind`` so many tasks at the end of every step.
+
+    Args:
+        step: per task the step that runs it when nothing is left, of ``count``.
+        lists: per device its compute tasks in order; tasks in none of them keep their step.
+
+    Returns:
+        Per task its step; ``count`` for those that no step gets to.
+    """
+    made = step.copy()
+    for own, left in zip(lists, behind, strict=True):
+        ends = np.cumsum(np.bincount(np.minimum(step[own], count), minlength=count + 1))[:count] - left
+        made[own] = np.searchsorted(ends, np.arange(len(own)), side="right")
+    return made
 
 
 @frozen(eq=False)
@@ -83,14 +104,21 @@ def periods(plan: Plan) -> Periods:
     """
     if not plan.asynchronous:
         return Periods(plan, np.zeros(len(plan), np.int64), 0, 1)
-    from pipec.passes.draft import join, to_csr
+    from pipec.passes.draft import data_edges, index_of, join, to_csr
     from pipec.verify import execution_order
 
     lanes = [ids.astype(np.int64) for lanes in plan.lanes for ids in lanes]
     waits = np.repeat(np.arange(len(plan)), np.diff(plan.waits.start)), plan.waits.ids.astype(np.int64)
     edges = to_csr(join([waits, *((ids[1:], ids[:-1]) for ids in lanes)]), len(plan))
     order = np.asarray(execution_order(plan), np.int64)
-    step, _ = steps(order, *edges, fed(plan.graph, plan.table, plan.minibatch))
+    given = fed(plan.graph, plan.table, plan.minibatch)
+    if any(plan.behind):
+        compute = [own[Lane.COMPUTE].astype(np.int64) for own in plan.lanes]
+        # without copies, whose order on their lanes follows from the steps
+        data = data_edges(plan.graph, index_of(plan), recomputed_values(plan.graph, plan.recompute))
+        free = to_csr(join([data, *((own[1:], own[:-1]) for own in compute)]), len(plan))
+        given = moved(steps(order, *free, given)[0], compute, plan.behind, plan.minibatches)
+    step, _ = steps(order, *edges, given)
     last = plan.minibatches - 1
     for ids in lanes:
         own = step[ids]

@@ -46,6 +46,7 @@ def format_plan(plan: Plan) -> str:
         + (f" replicas={plan.replicas}" if plan.replicas > 1 else "")
         + (f" slices={plan.slices}" if plan.slices > 1 else "")
         + (f" minibatches={plan.minibatches} rule={quote(plan.weights)}" if plan.asynchronous else "")
+        + (f" behind={','.join(map(str, plan.behind))}" if any(plan.behind) else "")
     ]
     owner = {s: chunk for chunk in plan.chunks for s in chunk.stages}
     for number, stage in enumerate(plan.graph.stages):
@@ -285,6 +286,7 @@ class _Body:
             int(options.get("slices", 1)), update_early=options.get("update_early") == "yes",
             minibatches=int(options.get("minibatches", 1)), weights=_unquote(options.get("rule", '""')),
             data_parallel=int(options.get("data_parallel", 1)),
+            behind=tuple(int(count) for count in options["behind"].split(",")) if "behind" in options else (),
         )
 
     def _chunks(self) -> tuple[Chunk, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from pipec.ir import BACKWARDS, Chunk, Column, Kind, Table
+from pipec.ir import BACKWARDS, Chunk, Column, Kind, Plan, Table
 from pipec.rules.base import Rule
 from pipec.segments import Again, recomputed_values
 from pipec.spec import Graph
@@ -36,6 +36,7 @@ class Draft:
     minibatches: int = 1
     rule: Rule | None = None  # of an asynchronous draft
     step: npt.NDArray[np.int64] | None = None  # per row of an asynchronous draft the step that runs it
+    behind: tuple[int, ...] = ()  # the same: per device the tasks that a step leaves to the next
 
     @property
     def again(self) -> Again:
@@ -100,7 +101,7 @@ class Index:
         return np.where(backward >= 0, backward, self.of(Kind.FORWARD, stage))
 
 
-def index_of(draft: Draft) -> Index:
+def index_of(draft: Draft | Plan) -> Index:
     return Index(draft.table, len(draft.graph.stages), draft.microbatches, draft.slices, draft.replicas)
 
 

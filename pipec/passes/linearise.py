@@ -11,23 +11,26 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
+from pipec.costs import Costs
 from pipec.errors import PlanError, ScheduleError
 from pipec.ir import Column, Kind, Table
+from pipec.passes.behind import Flow, behind, ticks_of
 from pipec.passes.draft import Draft, data_edges, index_of, join, leaders, to_csr
-from pipec.periods import fed, steps
+from pipec.periods import fed, moved, steps
 from pipec.topology import clock
 
 Rows = npt.NDArray[Any]
 
 
-def linearise(draft: Draft) -> Draft:
+def linearise(draft: Draft, costs: Costs | None = None) -> Draft:
     """Sort the rows by when they end if a whole backward takes two ticks and everything else one.
 
     An overlap group is one task here, of all its members' needs and ticks, so that its members end up side by side
     and could run at once. Groups are numbered in the order made.
 
     An asynchronous draft is sorted by the step that runs each row first (see :mod:`pipec.periods`), and inside a step
-    by what the rows need of each other there: so every steady step has the same order.
+    by what the rows need of each other there: so every steady step has the same order. ``costs`` tell where a step is
+    best cut, see :mod:`pipec.passes.behind`.
 
     Raises:
         PlanError: on a deadlock, with the task at which every device stands and what it waits for.
@@ -52,23 +55,28 @@ def linearise(draft: Draft) -> Draft:
         ))
     if draft.rule is None:
         return evolve(draft, table=_numbered(table.take(np.lexsort((table.device, ends)))))
-    step, level = _steps(draft, leader, lists, ends, start, needs)
-    order = np.lexsort((table.device, level, step))
-    return evolve(draft, table=_numbered(table.take(order)), step=step[order])
+    return _in_steps(draft, leader, Flow(
+        [np.asarray(own, np.int64) for own in lists], start, needs, ticks_of(draft, costs),
+        fed(draft.graph, table, draft.minibatch),
+    ), ends)
 
 
-def _steps(
-    draft: Draft, leader: Rows, lists: list[list[int]], ends: Rows, start: Column, needs: Column
-) -> tuple[Rows, Rows]:
-    """Of an asynchronous draft, per row the step that runs it and its place in the order of that step."""
-    size = len(draft.table)
+def _in_steps(draft: Draft, leader: Rows, flow: Flow, ends: Rows) -> Draft:
+    """An asynchronous draft sorted by the step that runs each row and its place in the order of that step."""
+    table, size = draft.table, len(draft.table)
     given = np.zeros(size, np.int64)
-    np.maximum.at(given, leader, fed(draft.graph, draft.table, draft.minibatch))
-    task = np.repeat(np.arange(size), np.diff(start))
-    own = [(np.asarray(row[1:], np.int64), np.asarray(row[:-1], np.int64)) for row in lists]
-    edges = to_csr(join([(task, needs.astype(np.int64)), *own]), size)
-    step, level = steps(np.argsort(ends, kind="stable"), *edges, given)
-    return step[leader], level[leader]
+    np.maximum.at(given, leader, flow.fed)
+    task = np.repeat(np.arange(size), np.diff(flow.start))
+    lanes = [(own[1:], own[:-1]) for own in flow.lists]
+    edges = to_csr(join([(task, flow.needs.astype(np.int64)), *lanes]), size)
+    order = np.argsort(ends, kind="stable")
+    step, level = steps(order, *edges, given)
+    left = behind(draft, step, flow)
+    if any(left):
+        step, level = steps(order, *edges, moved(step, flow.lists, left, draft.minibatches))
+    step, level = step[leader], level[leader]
+    order = np.lexsort((table.device, level, step))
+    return evolve(draft, table=_numbered(table.take(order)), step=step[order], behind=left)
 
 
 def _check_independent(draft: Draft, task: Rows, need: Rows, leader: Rows) -> None:

@@ -64,6 +64,11 @@ def _graph(plan: Plan) -> Iterator[str]:
             f"the plan has {plan.microbatches} microbatches in {plan.minibatches} minibatches, but minibatches are "
             "equal and a plan without a weight rule has one"
         )
+    if plan.behind and (len(plan.behind) != plan.devices or not plan.asynchronous or min(plan.behind) < 0):
+        yield (
+            f"the plan's devices leave {_list(plan.behind)} tasks of a step to the next, but that is a number of tasks "
+            f"for each of its {plan.devices} devices, and only an asynchronous plan has several steps"
+        )
     firsts = first_stages(plan.recompute)
     if (list(firsts) != sorted({0, *firsts}) and firsts) or any(first >= stages for first in firsts):
         yield f"the plan recomputes {plan.recompute!r}, but segments begin at stage 0 and go on with later ones"
