@@ -31,7 +31,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         made |= {name: getattr(plan, name) for name in ASYNCHRONOUS}
     if plan.data_parallel > 1:
         made["data_parallel"] = plan.data_parallel
-    if any(plan.behind):
+    if plan.behind:
         made["behind"] = list(plan.behind)
     made["graph"] = asdict(plan.graph)
     made["chunks"] = [asdict(chunk) for chunk in plan.chunks]

@@ -112,7 +112,7 @@ def periods(plan: Plan) -> Periods:
     edges = to_csr(join([waits, *((ids[1:], ids[:-1]) for ids in lanes)]), len(plan))
     order = np.asarray(execution_order(plan), np.int64)
     given = fed(plan.graph, plan.table, plan.minibatch)
-    if any(plan.behind):
+    if plan.behind:
         compute = [own[Lane.COMPUTE].astype(np.int64) for own in plan.lanes]
         # without copies, whose order on their lanes follows from the steps
         data = data_edges(plan.graph, index_of(plan), recomputed_values(plan.graph, plan.recompute))

@@ -46,7 +46,7 @@ def format_plan(plan: Plan) -> str:
         + (f" replicas={plan.replicas}" if plan.replicas > 1 else "")
         + (f" slices={plan.slices}" if plan.slices > 1 else "")
         + (f" minibatches={plan.minibatches} rule={quote(plan.weights)}" if plan.asynchronous else "")
-        + (f" behind={','.join(map(str, plan.behind))}" if any(plan.behind) else "")
+        + (f" behind={','.join(map(str, plan.behind))}" if plan.behind else "")
     ]
     owner = {s: chunk for chunk in plan.chunks for s in chunk.stages}
     for number, stage in enumerate(plan.graph.stages):

@@ -22,6 +22,7 @@ from pipec.costs import Costs
 from pipec.ir import Kind, Plan, Table
 from pipec.passes.order import chunk_edges
 from pipec.schedules.base import Problem
+from pipec.segments import recomputed_values
 
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -106,6 +107,8 @@ class Replay:
         self.reads = {(Kind(k).letter, s, m): v for k, s, m, v in zip(
             table.kind.tolist(), table.stage.tolist(), table.microbatch.tolist(), table.version.tolist(), strict=True)}
         again = {(s, m) for letter, s, m in self.reads if letter == "R"}
+        anew = {reader for readers in recomputed_values(plan.graph, plan.recompute).values() for reader in readers}
+        forwards: dict[tuple[int, int], Tensor] = {}  # what forwards read, whenever they are recomputed
         for task in map(table.task, range(len(table))):
             stage, m, key = task.stage, task.microbatch, (task.stage, task.microbatch)
             if task.kind in (Kind.FORWARD, Kind.RECOMPUTE):
@@ -118,10 +121,12 @@ class Replay:
                     for p, value in zip(module.parameters(), self.made(task.kind.letter, *key[:1], task.version, m),
                                         strict=True):
                         p.copy_(value)
-                x = parts[m][0] if stage == 0 else values[stage - 1, m].detach().requires_grad_()
+                source = forwards if task.kind is Kind.RECOMPUTE and stage not in anew else values
+                x = parts[m][0] if stage == 0 else source[stage - 1, m].detach().requires_grad_()
                 self.now[key] = self.record(module, x, parts[m][1] if stage == last else None)
                 values[key] = self.now[key][2].detach()
                 if task.kind is Kind.FORWARD:
+                    forwards[key] = values[key]
                     master.load_state_dict(dict(module.named_buffers()), strict=False)
                     if stage == last:
                         self.losses[m] = self.now[key][3].detach()

@@ -170,7 +170,7 @@ def test_vertical_sync_over_many_steps(count: int, minibatch: int) -> None:
 def test_a_plan_that_ends_before_the_last_reader_of_a_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipec.passes.settle.last_reader", lambda *given: 0)
     with pytest.raises(pipec.PlanError, match=(
-        r"periods.* a weight version is read until 5 minibatches after the step that replaces it; the steady period "
+        r"periods.* a weight version is read until 3 minibatches after the step that replaces it; the steady period "
         "begins at step 10, but only 13 minibatches are laid out"
     )):
         pipec.compile(pipec.chain(6), 6, 1, pipec.PipeDream(vertical_sync=True), update="stage")

@@ -59,7 +59,8 @@ def ticks_of(draft: Draft, costs: Costs | None) -> Rows:
 
 
 def behind(draft: Draft, step: Rows, flow: Flow) -> tuple[int, ...]:
-    """Per device how many tasks it is behind at the end of a step; as few as make a step as short as possible.
+    """Per device how many tasks it is behind at the end of a step; as few as make a step as short as possible. Empty
+    when that is none.
 
     Args:
         step: per row the step that runs it when no device is.
@@ -67,20 +68,29 @@ def behind(draft: Draft, step: Rows, flow: Flow) -> tuple[int, ...]:
     steady = draft.minibatches - 2  # the last step has no successor whose absence would show
     best = np.zeros(draft.devices, np.int64)
     if steady < 1 or draft.table.group.any():
-        return tuple(best.tolist())
+        return ()
     ends, _ = clock([own.tolist() for own in flow.lists], flow.start, flow.needs, flow.ticks.tolist())
     first, last = np.transpose([np.searchsorted(step[own], (steady, steady + 1)) for own in flow.lists])
-    edges = _edges(flow)
+    edges, updates = _edges(flow), draft.table.kind == Kind.UPDATE
     before, after = (int((ends - flow.ticks)[flow.fed == k].min()) for k in (steady, steady + 1))
     # a moment one microbatch earlier cuts the same flow in the same way
     moments = np.unique(ends[(step == steady) & (ends > after - (after - before) // draft.minibatch)])
     length = _length(flow, first, last)
     for moment in moments[:: -max(1, len(moments) // MOMENTS)].tolist():
-        reached = [np.searchsorted(ends[own[:end]], moment, side="right") for own, end in zip(flow.lists, last)]
-        left = last - _closed(np.asarray(reached, np.int64), edges)
+        left = last - _closed(_reached(ends, moment, flow, last, updates), edges)
         if (own := _length(flow, np.maximum(first - left, 0), last - left)) < length:
             length, best = own, left
-    return tuple(best.tolist())
+    return tuple(best.tolist()) if best.any() else ()
+
+
+def _reached(ends: Rows, moment: int, flow: Flow, last: Rows, updates: npt.NDArray[np.bool_]) -> Rows:
+    """How many tasks of every list have ended at a moment, the updates that follow them at once included."""
+    made = np.asarray([np.searchsorted(ends[own[:end]], moment, side="right")
+                       for own, end in zip(flow.lists, last.tolist(), strict=True)], np.int64)
+    for device, own in enumerate(flow.lists):
+        while made[device] < last[device] and updates[own[made[device]]]:
+            made[device] += 1
+    return made
 
 
 def _edges(flow: Flow) -> tuple[Rows, Rows, Rows, Rows]:

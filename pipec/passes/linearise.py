@@ -72,7 +72,7 @@ def _in_steps(draft: Draft, leader: Rows, flow: Flow, ends: Rows) -> Draft:
     order = np.argsort(ends, kind="stable")
     step, level = steps(order, *edges, given)
     left = behind(draft, step, flow)
-    if any(left):
+    if left:
         step, level = steps(order, *edges, moved(step, flow.lists, left, draft.minibatches))
     step, level = step[leader], level[leader]
     order = np.lexsort((table.device, level, step))

@@ -38,7 +38,7 @@ def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
     }
     columns = [getattr(plan.table, name) for name in TABLE_COLUMNS]
     parts = [*columns, *(ids for lanes in plan.lanes for ids in lanes), plan.waits.start, plan.waits.ids]
-    made["tasks"] = _hash(*(part.tobytes() for part in parts))
+    made["tasks"] = _hash(*(part.tobytes() for part in parts), str(plan.behind))
     return made
 
 
