@@ -108,7 +108,7 @@ class Replay:
             table.kind.tolist(), table.stage.tolist(), table.microbatch.tolist(), table.version.tolist(), strict=True)}
         again = {(s, m) for letter, s, m in self.reads if letter == "R"}
         anew = {reader for readers in recomputed_values(plan.graph, plan.recompute).values() for reader in readers}
-        forwards: dict[tuple[int, int], Tensor] = {}  # what forwards read, whenever they are recomputed
+        forwards: dict[tuple[int, int], Tensor] = {}  # what forwards made, whenever they are recomputed
         for task in map(table.task, range(len(table))):
             stage, m, key = task.stage, task.microbatch, (task.stage, task.microbatch)
             if task.kind in (Kind.FORWARD, Kind.RECOMPUTE):
@@ -121,7 +121,7 @@ class Replay:
                     for p, value in zip(module.parameters(), self.made(task.kind.letter, *key[:1], task.version, m),
                                         strict=True):
                         p.copy_(value)
-                source = forwards if task.kind is Kind.RECOMPUTE and stage not in anew else values
+                source = values if task.kind is Kind.RECOMPUTE and stage in anew else forwards
                 x = parts[m][0] if stage == 0 else source[stage - 1, m].detach().requires_grad_()
                 self.now[key] = self.record(module, x, parts[m][1] if stage == last else None)
                 values[key] = self.now[key][2].detach()

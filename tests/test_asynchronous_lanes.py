@@ -184,8 +184,8 @@ ORDERS: dict[str, tuple[Any, str, str, str, str]] = {
         "by 2U2", "a task of stage 'c' reads weight version 3, which has not been made yet (the newest is 2)",
     ),
     "a read of live weights after the next update": (
-        "live-weights", "2U1", "2F3", "2U1 (compute lane of device 2) replaces weight version 1, which is still to be "
-        "read by 2F3", "the UPDATE 1 of stage 'c' runs before",
+        "live-weights", "1U0", "1F2", "1U0 (compute lane of device 1) replaces weight version 0, which is still to be "
+        "read by 1F2", "the UPDATE 0 of stage 'b' runs before",
     ),
 }
 
