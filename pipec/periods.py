@@ -66,7 +66,7 @@ def moved(step: Rows, lists: Sequence[Rows], behind: Sequence[int], count: int) 
     for own, left in zip(lists, behind, strict=True):
         ends = np.cumsum(np.bincount(np.minimum(step[own], count), minlength=count + 1))[:count] - left
         made[own] = np.searchsorted(ends, np.arange(len(own)), side="right")
-    return made
+    return np.asarray(made, np.int64)
 
 
 @frozen(eq=False)

@@ -80,8 +80,8 @@ def test_given_costs_tell_where_a_step_is_cut() -> None:
     costs = pipec.Costs(stages={f"s{i}": {"forward": 2.0, "backward_input": 2.0, "backward_weight": 2.0}
                                 for i in range(6, 9)})
     net, placement = pipec.chain(9), [0] * 6 + [1] * 3
-    for given in (None, costs):
-        plan = compiled(net, 2, 4, "pipedream", placement=placement, costs=given)
+    for told in (None, costs):
+        plan = compiled(net, 2, 4, "pipedream", placement=placement, costs=told)
         assert length(plan, plan.minibatches - 2, costs) == plan.simulate(costs).period == 72
     plan = compiled(net, 2, 4, "pipedream", placement=placement, costs=pipec.Costs())
     assert length(plan, plan.minibatches - 2, costs) > 72

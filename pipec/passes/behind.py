@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from pipec.costs import Costs
-from pipec.ir import BACKWARDS, Column, Kind, Table
+from pipec.ir import BACKWARDS, Column, Kind
 from pipec.passes.draft import Draft, to_csr
 from pipec.topology import clock
 
@@ -46,7 +46,7 @@ def ticks_of(draft: Draft, costs: Costs | None) -> Rows:
     table = draft.table
     if costs is None:
         each = np.bincount([chunk.device for chunk in draft.chunks for _ in chunk.stages], minlength=draft.devices)
-        made = np.where(np.isin(table.kind, (Kind.BACKWARD,)), 2.0, 1.0) / each[table.device]
+        made = np.where(table.kind == Kind.BACKWARD, 2.0, 1.0) / each[table.device]
         made[table.kind == Kind.UPDATE] = 0.0
     else:
         kinds = (Kind.FORWARD, Kind.RECOMPUTE, *BACKWARDS, Kind.UPDATE)
