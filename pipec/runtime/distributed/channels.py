@@ -309,7 +309,10 @@ class RankChannels:
         if not frame.room:
             return None
         free = self._envelopes.get(frame)
-        envelope = free.pop() if free else Envelope(frame, self._device)
+        if free:
+            envelope = free.pop()
+        else:
+            envelope = Envelope(frame, torch.empty(frame.room, dtype=torch.uint8, device=self._device))
         envelope.fill(tensors)
         return envelope
 

@@ -14,6 +14,7 @@ from pipec.errors import RankError
 from pipec.ir import Plan
 from pipec.runtime.distributed.backend import other
 from pipec.runtime.distributed.group import Groups, exchange, gather_objects
+from pipec.runtime.distributed.lines import Lines
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.failure import describe, told
 from pipec.runtime.program import Op
@@ -34,12 +35,14 @@ class Council:
         broken: a rank is gone; nothing can be exchanged any more.
     """
 
-    def __init__(self, groups: Groups, watch: Watch, plan: Plan, width: int, timeout: float) -> None:
-        """``width``: numbers in every row."""
+    def __init__(
+        self, groups: Groups, watch: Watch, plan: Plan, width: int, timeout: float, lines: Lines | None
+    ) -> None:
+        """``width``: numbers in every row; ``lines``: between all of them, if there are any."""
         place = groups.place
         self._group, self._ranks, self._devices = groups.everyone, place.everyone, place.ranks[place.replica]
         self._me = self._ranks.index(dist.get_rank())
-        self._watch, self._width, self._timeout = watch, width, timeout
+        self._watch, self._width, self._timeout, self._lines = watch, width, timeout, lines
         self.at, self.settled, self.broken = plan, True, False
 
     def ready(self) -> None:
@@ -59,7 +62,10 @@ class Council:
         row += [0.0] * (max(self._width, width) - len(row))
         size = len(self._ranks)
         try:
-            table = exchange(self._group, row, size, self._me, self._timeout)
+            if self._lines is not None and self._lines.fits(len(row)):
+                table = self._lines.exchange(row, self._timeout)
+            else:
+                table = exchange(self._group, row, size, self._me, self._timeout)
         except RankError as error:
             self.broken = True
             if failure is not None:

@@ -323,7 +323,7 @@ def parts(frame: Frame, tensors: Sequence[Tensor], device: torch.device) -> list
     if not frame.leaves:
         return []
     if frame.room:
-        envelope = Envelope(frame, device)
+        envelope = Envelope(frame, torch.empty(frame.room, dtype=torch.uint8, device=device))
         envelope.fill(tensors)
         return [envelope.buffer]
     return [as_bytes(tensor) for tensor, leaf in zip(tensors, frame.leaves, strict=True) if leaf.nbytes]

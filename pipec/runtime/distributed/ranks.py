@@ -23,11 +23,9 @@ from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, SE
 from pipec.runtime.distributed.fit import check_plan, check_successor
 from pipec.runtime.distributed.group import gather_objects, make_groups, same_everywhere
 from pipec.runtime.distributed.held import Held
-from pipec.runtime.distributed.local import (
-    check_inputs,
-    local_spec,
-    tied_parameters,
-)
+from pipec.runtime.distributed.lines import Lines, connected
+from pipec.runtime.distributed.local import check_inputs, local_spec, tied_parameters
+from pipec.runtime.distributed.near import NearChannels
 from pipec.runtime.distributed.order import Orders
 from pipec.runtime.distributed.ordered import OrderedChannels
 from pipec.runtime.distributed.overlap import RankTogether
@@ -58,6 +56,7 @@ class Ranks(Held):
     """
 
     ordered: ClassVar[bool] = False  # values travel in one order per rank, as NCCL needs it
+    near: ClassVar[bool] = True  # through memory where all ranks of a pipeline are on one host
 
     def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
         if outputs not in ("owner", "all"):
@@ -79,7 +78,11 @@ class Ranks(Held):
         self._closed = False
         losses = len(spec.losses)
         width = FIXED + max(LOSS_WIDTH * losses, losses + len(spec.inputs))
-        self._council = Council(self.groups, self.watch, plan, width, timeout)
+        self._lines: Lines | None = None
+        if self.near and not self.ordered:
+            self._lines = connected(self.groups.pipeline, place.device, place.devices)
+        between_all = self._lines if place.replicas == 1 else None
+        self._council = Council(self.groups, self.watch, plan, width, timeout, between_all)
         self._reducer: Reducer | None = None
 
     # -- before the first step ------------------------------------------------------------------------------
@@ -227,6 +230,11 @@ class Ranks(Held):
             return OrderedChannels(
                 groups, ranks, self.device, own, self._orders.of(own.ops), self._frames[plan.training], forms,
                 self._timeout, torch.device("cpu"), self._council.lost, received,
+            )
+        if self._lines is not None:
+            return NearChannels(
+                self._lines, self.device, own, self._frames[plan.training], forms, self._timeout, self._council.lost,
+                received,
             )
         return RankChannels(
             self.groups.pipeline, self.device, own.incoming, own.outgoing, self._frames[plan.training], forms,
@@ -392,4 +400,6 @@ class Ranks(Held):
         if not self._closed:
             self._closed = True
             self.watch.close()
+            if self._lines is not None:
+                self._lines.close()
             self.groups.close()

@@ -75,8 +75,9 @@ class Frame:
         rest: layout, plain leaves and the like; compared only if ``steady``.
         steady: ``rest`` holds only what can be compared.
         dense, gaps: per tensor its strides without gaps, and whether it has any.
-        offsets, room: where each tensor stands in one joint buffer behind a header, and its bytes; room 0: the
-            tensors travel one by one.
+        plain: per tensor whether it has elements, each at a place of its own, and no gaps.
+        offsets, span: where each tensor stands in one joint buffer behind a header, and all its bytes.
+        room: bytes of the joint buffer; 0: the tensors travel one by one.
     """
 
     kind: str
@@ -85,7 +86,9 @@ class Frame:
     steady: bool = True
     dense: tuple[tuple[int, ...], ...] = field(init=False)
     gaps: tuple[bool, ...] = field(init=False)
+    plain: tuple[bool, ...] = field(init=False)
     offsets: tuple[int, ...] = field(init=False)
+    span: int = field(init=False)
     room: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -100,6 +103,11 @@ class Frame:
             any(mine != theirs and n > 1 for mine, theirs, n in zip(own, leaf.stride, leaf.size, strict=True))
             for own, leaf in zip(dense, self.leaves, strict=True)
         ))
+        object.__setattr__(self, "plain", tuple(
+            bool(leaf.nbytes) and not gap and 0 not in leaf.stride
+            for leaf, gap in zip(self.leaves, self.gaps, strict=True)
+        ))
+        object.__setattr__(self, "span", at)
         object.__setattr__(self, "room", at if at - HEAD <= JOINT else 0)
 
 
@@ -239,15 +247,14 @@ class Envelope:
     """A buffer to send messages of one form from: views of it are made once, and serve every message that follows.
 
     Attributes:
-        buffer: header and tensors, ``frame.room`` bytes.
+        buffer: header and tensors, at least ``frame.span`` bytes.
         head: the header's memory.
     """
 
     __slots__ = ("_places", "buffer", "frame", "head")
 
-    def __init__(self, frame: Frame, device: torch.device) -> None:
-        self.frame = frame
-        self.buffer = torch.empty(frame.room, dtype=torch.uint8, device=device)
+    def __init__(self, frame: Frame, buffer: Tensor) -> None:
+        self.frame, self.buffer = frame, buffer
         self.head = self.buffer[:HEAD].numpy().data
         self._places: list[tuple[Tensor, list[int] | None]] = []
         for number, (leaf, offset) in enumerate(zip(frame.leaves, frame.offsets, strict=True)):

@@ -1,0 +1,142 @@
+"""Memory that two ranks of one host share: the sender writes a value there, the reader copies it out.
+
+A block is an anonymous file in memory (Linux's ``memfd``) that both have mapped. It has no name anywhere, so nothing
+stays behind however the processes end. Blocks are used again, within a step and from step to step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pipec.runtime.distributed.wire import Envelope, Frame, Leaf, placed, rebuilt
+
+PAGE = 4096
+EVERY = 1 << 62  # above every number
+KEEP = 16  # turns after which a block that nothing was sent in is given back
+
+
+def mapped(file: int, size: int) -> Tensor:
+    """An open file as a tensor of ``size`` bytes; the file may be closed then."""
+    with torch.inference_mode(False):
+        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=torch.uint8, device="cpu")
+
+
+class Block:
+    """Memory of the sender's, and an envelope of the form that was sent in it last.
+
+    Attributes:
+        number: its name between the two ranks.
+        file: open until the reader has been told of the block, -1 then.
+        used: the turn in which it was taken last.
+    """
+
+    __slots__ = ("_envelope", "file", "memory", "number", "used")
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.used = number, 0
+        self.file = os.memfd_create("pipec", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.file, size)
+            self.memory = mapped(self.file, size)
+        except BaseException:
+            os.close(self.file)
+            raise
+        self._envelope: Envelope | None = None
+
+    def envelope(self, frame: Frame) -> Envelope:
+        """To fill with tensors of ``frame``."""
+        made = self._envelope
+        if made is None or (made.frame is not frame and made.frame.leaves != frame.leaves):
+            with torch.inference_mode(False):
+                made = self._envelope = Envelope(frame, self.memory)
+        return made
+
+
+class Pool:
+    """The blocks for what goes to one reader.
+
+    Attributes:
+        held: those it has not read, each with the number of its message; None for a message without content.
+        size: their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.held: deque[tuple[int, Block | None]] = deque()
+        self.size = 0
+        self._free: dict[int, list[Block]] = {}  # by size
+        self._made = 0
+
+    def take(self, size: int, turn: int) -> Block:
+        """A block of at least ``size`` bytes, the one that was given back last: it is still in the cache."""
+        room = max(PAGE, 1 << (size - 1).bit_length())
+        free = self._free.get(room)
+        if free:
+            block = free.pop()
+        else:
+            block = Block(self._made, room)
+            self._made += 1
+        block.used = turn
+        return block
+
+    def hold(self, number: int, block: Block | None) -> None:
+        """A message is on its way."""
+        self.held.append((number, block))
+        if block is not None:
+            self.size += len(block.memory)
+
+    def read(self, known: int) -> None:
+        """The reader has all messages before number ``known``."""
+        held = self.held
+        while held and held[0][0] < known:
+            _, block = held.popleft()
+            if block is not None:
+                self.size -= len(block.memory)
+                self._free.setdefault(len(block.memory), []).append(block)
+
+    def trimmed(self, turn: int) -> Iterator[Block]:
+        """A turn begins with nothing on its way. Forget blocks that were not used for a while, as what travels has
+        another size now."""
+        self.read(EVERY)
+        for size, free in list(self._free.items()):
+            for block in [block for block in free if block.used < turn - KEEP]:
+                free.remove(block)
+                yield block
+            if not free:
+                del self._free[size]
+
+
+class Seen:
+    """A block of another rank's as its reader sees it, with views for the form that was read from it last."""
+
+    __slots__ = ("_leaves", "_views", "memory")
+
+    def __init__(self, file: int, size: int) -> None:
+        self.memory = mapped(file, size)
+        self._leaves: tuple[Leaf, ...] | None = None
+        self._views: list[Tensor | None] = []
+
+    def tensors(self, frame: Frame) -> list[Tensor]:
+        """Copies of the tensors of ``frame`` in it."""
+        if self._leaves is not frame.leaves and self._leaves != frame.leaves:
+            with torch.inference_mode(False):
+                self._views = [
+                    placed(frame, number, self.memory, at) if frame.plain[number] else None
+                    for number, at in enumerate(frame.offsets)
+                ]
+        self._leaves = frame.leaves
+        made = [
+            self._rebuilt(frame, number) if view is None else view.clone() for number, view in enumerate(self._views)
+        ]
+        for leaf, tensor in zip(frame.leaves, made, strict=True):
+            if leaf.grad:
+                tensor.requires_grad_()
+        return made
+
+    def _rebuilt(self, frame: Frame, number: int) -> Tensor:
+        at = frame.offsets[number]
+        return rebuilt(frame, number, self.memory[at : at + frame.leaves[number].nbytes].clone())

@@ -1,0 +1,330 @@
+"""Lines between the ranks of a pipeline that all run on one host: short records over sockets, read by whoever waits.
+
+gloo moves bytes in threads of its own, which take turns with the tasks where a rank has one core, and wake each other
+for every message. Here a value stands in memory that both ranks share (:mod:`.blocks`), a record of a few numbers says
+so, and the thread that waits for it is woken by the kernel itself. A rank that ends closes its lines, and the kernel
+tells the others at once.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import select
+import socket
+import struct
+import sys
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from time import monotonic
+from typing import Any, NamedTuple
+
+from pipec.errors import RankError
+from pipec.runtime.distributed.blocks import PAGE, Block, Pool, Seen
+from pipec.runtime.distributed.group import gather_objects
+
+MOST = 64  # ranks: beyond, a rank would hold too many sockets
+SAME, CHANGED, FAILED, KNOWN, ROW, DROP, GONE = range(7)  # what a record says
+NUMBERS = struct.Struct("8q")  # of a record: status, turn, task, how many messages of the other direction have been
+# read, block, its size where it is told of for the first time, place and length of a description in it
+ROOM = 1 << 16  # bytes of the longest record
+FILE = socket.CMSG_SPACE(array("i", [0]).itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+
+
+class Record(NamedTuple):
+    """A message from another rank.
+
+    Attributes:
+        turn: run of a task list, counted alike on all ranks.
+        task: the COPY.
+        block: where its content is, -1 for none.
+        at, length: place in the block, and bytes, of the description of a message that has another form than expected.
+        rest: bytes behind the numbers.
+    """
+
+    status: int
+    turn: int
+    task: int
+    block: int
+    at: int
+    length: int
+    rest: bytes
+
+
+class Lines:
+    """The lines of one rank, and the memory it shares over them.
+
+    Attributes:
+        turn: the run of a task list that this rank is in.
+        inbox: per rank the messages that have come and were not looked at.
+        known: per rank how many messages of this turn it has read.
+        pools: per rank the blocks for what goes there.
+    """
+
+    def __init__(self, me: int, sockets: dict[int, socket.socket]) -> None:
+        self.me, self._sockets = me, sockets
+        self._poll = select.poll()
+        self._peers = {line.fileno(): peer for peer, line in sockets.items()}
+        for number in self._peers:
+            self._poll.register(number, select.POLLIN)
+        self._buffer = memoryview(bytearray(ROOM))
+        self._ended: dict[int, str] = {}  # ranks whose line is closed
+        self._told: dict[int, tuple[int, str]] = {}  # what ranks said that gave up because another is gone
+        self._rows: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
+        self._seen: dict[int, dict[int, Seen]] = {peer: {} for peer in sockets}
+        self.inbox: dict[int, deque[Record]] = {peer: deque() for peer in sockets}
+        self.known = dict.fromkeys(sockets, 0)
+        self.pools = {peer: Pool() for peer in sockets}
+        self.turn = 0
+
+    def next_turn(self) -> None:
+        """All ranks have come to the end of the turn before, so nothing of it is needed any more."""
+        self.turn = turn = self.turn + 1
+        for peer, inbox in self.inbox.items():
+            self.known[peer] = 0
+            while inbox and inbox[0].turn < turn:
+                inbox.popleft()
+            for block in self.pools[peer].trimmed(turn):
+                if block.file < 0:
+                    self.tell(peer, DROP, block=block.number)
+
+    # -- sending --------------------------------------------------------------------------------------------
+
+    def tell(
+        self, peer: int, status: int, task: int = 0, known: int = 0, block: int = 0, at: int = 0, length: int = 0,
+        rest: bytes = b"",
+    ) -> None:
+        """Send a record.
+
+        Raises:
+            RuntimeError: that rank has ended.
+        """
+        data = NUMBERS.pack(status, self.turn, task, known, block, 0, at, length)
+        try:
+            self._sockets[peer].send(data + rest if rest else data)
+        except OSError as error:
+            raise self._ending(peer, error) from error
+
+    def announce(self, peer: int, status: int, task: int, known: int, block: Block, at: int, length: int) -> None:
+        """Send the record of a message that is the first one in its block.
+
+        Raises:
+            RuntimeError: that rank has ended.
+        """
+        data = NUMBERS.pack(status, self.turn, task, known, block.number, len(block.memory), at, length)
+        file = array("i", [block.file])
+        try:
+            self._sockets[peer].sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, file)])
+        except OSError as error:
+            raise self._ending(peer, error) from error
+        os.close(block.file)
+        block.file = -1
+
+    def give_up(self, story: tuple[int, str]) -> None:
+        """Tell every rank that nothing comes from here any more, as far as it goes."""
+        data = NUMBERS.pack(GONE, self.turn, 0, 0, 0, 0, 0, 0) + pickle.dumps((story[0], story[1][:4000]))
+        for line in self._sockets.values():
+            try:
+                line.send(data, socket.MSG_DONTWAIT)
+            except OSError:  # that one is gone as well, or does not read
+                continue
+
+    def _ending(self, peer: int, error: OSError) -> RuntimeError:
+        """Why nothing can be sent to a rank: what it said last, if it did."""
+        while self.take(peer):
+            pass
+        if peer in self._told:
+            return GoneError(*self._told[peer])
+        return RuntimeError(self._ended.setdefault(peer, f"the line to device {peer}: {error}"))
+
+    # -- receiving ------------------------------------------------------------------------------------------
+
+    def take(self, peer: int) -> bool:
+        """Take in one record from a rank, if there is one."""
+        try:
+            count, extra, _, _ = self._sockets[peer].recvmsg_into([self._buffer], FILE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            count = 0
+        if not count:
+            if peer not in self._ended:
+                self._ended[peer] = f"device {peer} has closed its line"
+                self._poll.unregister(self._sockets[peer])
+            return False
+        status, turn, task, known, block, size, at, length = NUMBERS.unpack_from(self._buffer)
+        rest = bytes(self._buffer[NUMBERS.size : count]) if count > NUMBERS.size else b""
+        if extra:
+            self._map(peer, block, size, extra)
+        if turn == self.turn and known > self.known[peer]:
+            self.known[peer] = known
+        if status <= FAILED:
+            self.inbox[peer].append(Record(status, turn, task, block, at, length, rest))
+        elif status == ROW:
+            self._rows[peer].append(rest)
+        elif status == DROP:
+            self._seen[peer].pop(block, None)
+        elif status == GONE:
+            self._told.setdefault(peer, pickle.loads(rest))
+        return True
+
+    def _map(self, peer: int, block: int, size: int, extra: Sequence[Any]) -> None:
+        files = array("i")
+        for _, _, data in extra:
+            files.frombytes(data[: len(data) - len(data) % files.itemsize])
+        try:
+            self._seen[peer][block] = Seen(files[0], size)
+        finally:
+            for file in files:
+                os.close(file)
+
+    def seen(self, peer: int, block: int) -> Seen:
+        """A block of another rank's."""
+        return self._seen[peer][block]
+
+    def wait(self, peer: int, end: float) -> None:
+        """Wait until something has come on any line, and take it in.
+
+        Args:
+            peer: the rank that the caller waits for.
+            end: the time of :func:`time.monotonic` at which it gives up.
+
+        Raises:
+            GoneError: that rank has given up because another is gone.
+            RuntimeError: it has ended, or nothing came in time.
+        """
+        if peer in self._told:
+            raise GoneError(*self._told[peer])
+        if peer in self._ended:
+            raise RuntimeError(self._ended[peer])
+        left = end - monotonic()
+        ready = self._poll.poll(max(0.0, left * 1e3))
+        if not ready and left <= 0:
+            raise RuntimeError("timed out")
+        for number, _ in ready:
+            one = self._peers[number]
+            while self.take(one):
+                pass
+
+    # -- tables ---------------------------------------------------------------------------------------------
+
+    def exchange(self, row: Sequence[float], timeout: float) -> list[list[float]]:
+        """Everybody's row of numbers; every rank gives one of the same length.
+
+        Raises:
+            RankError: a rank has ended or does not answer in time.
+        """
+        form = struct.Struct(f"{len(row)}d")
+        data = form.pack(*row)
+        table: list[list[float]] = [[] for _ in range(len(self._sockets) + 1)]
+        table[self.me] = list(row)
+        peer, end = -1, monotonic() + timeout
+        try:
+            for peer in self._sockets:
+                self.tell(peer, ROW, rest=data)
+            for peer, rows in self._rows.items():
+                while not rows:
+                    if not self.take(peer):
+                        self.wait(peer, end)
+                table[peer] = list(form.unpack(rows.popleft()))
+        except RuntimeError as error:
+            raise RankError(f"rank {peer} has ended or does not answer: {error}", peer) from error
+        return table
+
+    def fits(self, width: int) -> bool:
+        """Whether rows of so many numbers can be exchanged here."""
+        return NUMBERS.size + 8 * width <= ROOM // 2
+
+    def close(self) -> None:
+        for line in self._sockets.values():
+            line.close()
+
+
+class GoneError(RuntimeError):
+    """A rank has given up because ``rank``, of all the world, is gone."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+# -- making them ----------------------------------------------------------------------------------------------------
+
+
+def connected(group: Any, me: int, size: int) -> Lines | None:
+    """Lines to all ranks of ``group``; None, on all of them, unless all are processes of one user on one Linux host."""
+    lines: dict[int, socket.socket] = {}
+    door, address = _opened(size)
+    with door or nullcontext():
+        addresses = gather_objects(group, address, size)
+        fine = None not in addresses
+        for peer in range(me) if fine else ():
+            made = _called(addresses[peer], me)
+            if made is None:
+                fine = False
+                break
+            lines[peer] = made
+        if all(gather_objects(group, fine, size)) and door is not None:  # then every call has been made
+            fine = _answered(door, lines, size - 1)
+        else:
+            fine = False
+        if all(gather_objects(group, fine, size)):
+            return Lines(me, dict(sorted(lines.items())))
+    for line in lines.values():
+        line.close()
+    return None
+
+
+def _opened(size: int) -> tuple[socket.socket | None, str | None]:
+    """A door where others can call, and its address, which is none on any other host; None where that cannot be."""
+    if not (sys.platform == "linux" and hasattr(os, "memfd_create") and 1 < size <= MOST):
+        return None, None
+    door = None
+    try:
+        os.close(Block(0, PAGE).file)
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        address = f"\0pipec-{secrets.token_hex(16)}"
+        door.bind(address)
+        door.listen(size)
+        return door, address
+    except (OSError, RuntimeError):
+        return door, None
+
+
+def _called(address: str, me: int) -> socket.socket | None:
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        line.connect(address)
+        if _mine(line):
+            line.send(me.to_bytes(4, "little"))
+            return line
+    except OSError:
+        pass
+    line.close()
+    return None
+
+
+def _answered(door: socket.socket, lines: dict[int, socket.socket], count: int) -> bool:
+    """Take the calls of the ranks that are not in ``lines`` yet, until there are ``count`` of them."""
+    door.settimeout(10.0)
+    try:
+        while len(lines) < count:
+            line, _ = door.accept()
+            line.settimeout(10.0)
+            if not _mine(line):
+                line.close()
+                continue
+            lines[int.from_bytes(line.recv(4), "little")] = line
+            line.settimeout(None)
+    except OSError:
+        return False
+    return True
+
+
+def _mine(line: socket.socket) -> bool:
+    """Whether the other end is a process of this user: what comes on a line is trusted."""
+    user = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
+    return bool(user == os.getuid())
