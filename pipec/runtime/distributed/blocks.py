@@ -129,6 +129,9 @@ class Seen:
                     for number, at in enumerate(frame.offsets)
                 ]
         self._leaves = frame.leaves
+        if len(frame.leaves) == 1 and self._views[0] is not None:  # most are: no loops
+            lone = self._views[0].clone()
+            return [lone.requires_grad_() if frame.leaves[0].grad else lone]
         made = [
             self._rebuilt(frame, number) if view is None else view.clone() for number, view in enumerate(self._views)
         ]

@@ -205,9 +205,7 @@ class Lines:
         if not ready and left <= 0:
             raise RuntimeError("timed out")
         for number, _ in ready:
-            one = self._peers[number]
-            while self.take(one):
-                pass
+            self.take(self._peers[number])
 
     # -- tables ---------------------------------------------------------------------------------------------
 
@@ -227,8 +225,7 @@ class Lines:
                 self.tell(peer, ROW, rest=data)
             for peer, rows in self._rows.items():
                 while not rows:
-                    if not self.take(peer):
-                        self.wait(peer, end)
+                    self.wait(peer, end)
                 table[peer] = list(form.unpack(rows.popleft()))
         except RuntimeError as error:
             raise RankError(f"rank {peer} has ended or does not answer: {error}", peer) from error

@@ -98,8 +98,6 @@ class NearChannels:
     def _next(self, link: In) -> tuple[int, Any]:
         message = link.messages[link.at]
         if not link.early:
-            if not link.inbox and not self._lines.take(link.peer):
-                self._make_room(message.op.task)
             if not link.inbox:
                 end = monotonic() + self._timeout
                 while not link.inbox:
@@ -168,14 +166,14 @@ class NearChannels:
                 self._tell(link)
 
     def _wait(self, peer: int, message: Message, end: float) -> None:
-        """Wait for a message, or for room for it, until something has come; then make room."""
+        """Make room, then wait for a message, or for room for it, until something has come."""
         if self.broken is not None:
             raise self.broken
+        self._make_room(message.op.task)
         try:
             self._lines.wait(peer, end)
         except RuntimeError as error:
             raise self._broken(peer, message, error) from error
-        self._make_room(message.op.task)
 
     def _broken(self, peer: int, message: Message, error: RuntimeError) -> RankError:
         """The error when a rank has ended or does not answer."""
@@ -256,7 +254,6 @@ class NearChannels:
         while len(pool.held) >= PENDING or pool.size >= ROOM:
             if not lines.take(link.peer):
                 end = end or monotonic() + self._timeout
-                self._make_room(message.op.task)
                 self._wait(link.peer, message, end)
             pool.read(lines.known[link.peer])
 

@@ -1,0 +1,343 @@
+"""Values between ranks of one host: memory that both have mapped, and the records that say what is in it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import chain, data, same
+from ranks import crew
+from test_ranks_asynchronous import trained
+from test_ranks_failure import CASES, doomed, survived
+from test_ranks_numbers import differences, jumping, read_last
+from test_wire import SHAPES, base, lost, plain, strides
+
+import pipec
+from pipec.errors import RankError
+from pipec.ir import Kind
+from pipec.runtime.borders import Packed, pack
+from pipec.runtime.channels import Stopped
+from pipec.runtime.distributed import lines as lines_module
+from pipec.runtime.distributed.backend import traffic
+from pipec.runtime.distributed.blocks import KEEP
+from pipec.runtime.distributed.channels import PENDING
+from pipec.runtime.distributed.lines import Lines
+from pipec.runtime.distributed.near import NearChannels
+from pipec.runtime.distributed.ranks import Ranks
+from pipec.runtime.distributed.wire import Frame
+from pipec.runtime.program import build_program
+
+# -- two ranks in one process ---------------------------------------------------------------------------------------
+
+
+class Pair:
+    """The two ends of one route 0 -> 1, over as many steps as wanted."""
+
+    def __init__(self, count: int, timeout: float = 5.0) -> None:
+        plan = pipec.compile(pipec.chain(2), 2, count, forward_only=True)
+        program = build_program(plan)
+        self.ops = [[op for op in row if op.kind is not Kind.UPDATE] for row in program.ops]
+        self.ends = [traffic(plan, program.ops, rank) for rank in (0, 1)]
+        self.frames: list[dict[Any, Frame]] = [{}, {}]
+        one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.lines = [Lines(0, {1: one}), Lines(1, {0: two})]
+        self.timeout = timeout
+
+    def channels(self) -> list[NearChannels]:
+        return [
+            NearChannels(self.lines[rank], rank, own, self.frames[rank], None, self.timeout, lost)
+            for rank, own in enumerate(self.ends)
+        ]
+
+    def step(self, payloads: list[Any]) -> list[Any]:
+        """Send, receive, and keep the forms as after a step that succeeded."""
+        one, two = self.channels()
+        sender = threading.Thread(target=lambda: [one.send((0, 1), 0, payload) for payload in payloads])
+        sender.start()
+        got = [two.receive((0, 1))[1] for _ in payloads]
+        sender.join()
+        for frames, channels in zip(self.frames, (one, two), strict=True):
+            frames.update(channels.learned)
+        self.learned = [list(one.learned), list(two.learned)]
+        return got
+
+    def close(self) -> None:
+        for lines in self.lines:
+            lines.close()
+
+
+@contextmanager
+def pair(count: int, timeout: float = 5.0) -> Iterator[Pair]:
+    made = Pair(count, timeout)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_values_arrive_as_they_were(name: str) -> None:
+    """In the first step with their form, in later ones without; strides, dtypes and gradients' need as sent."""
+    with pair(3) as made:
+        for step in range(3):
+            sent = [pack(SHAPES[name](base(rows))) for rows in (4, 4, 4)]
+            for a, b in zip(sent, made.step(sent), strict=True):
+                if name in ("sparse", "conjugate"):
+                    assert torch.equal(*(one.to_dense() if name == "sparse" else one for one in (a, b.leaves[0])))
+                    continue
+                assert same(plain(b), plain(a))
+                if name != "windows":  # memory shared between elements is not kept
+                    assert strides(b) == strides(a)
+            steady = name not in ("sparse", "conjugate")  # others are pickled each time
+            assert made.learned == [[]] * 2 if step and steady else made.learned[0] == made.learned[1] != []
+
+
+@given(st.lists(st.sampled_from(list(SHAPES)), min_size=1, max_size=6), st.integers(1, 5))
+@settings(max_examples=40)
+def test_any_values_in_any_order(names: list[str], rows: int) -> None:
+    with pair(len(names)) as made:
+        for number in range(3):
+            sent = [pack(SHAPES[name](base(rows + number % 2))) for name in names]
+            for a, b in zip(sent, made.step(sent), strict=True):
+                if not isinstance(b, Packed) or isinstance(a, Packed):
+                    assert same(plain(b), plain(a)) or "sparse" in names
+
+
+def test_memory_is_used_again_and_only_when_it_was_read() -> None:
+    with pair(3 * PENDING) as made:
+        for step in range(3):
+            payloads = [torch.full((2, 3), float(100 * step + number)) for number in range(3 * PENDING)]
+            for sent, got in zip(payloads, made.step(payloads), strict=True):
+                assert torch.equal(got, sent)
+        assert made.lines[0].pools[1]._made <= 2 * PENDING  # those with a form behind the values are larger
+
+
+def test_a_value_that_was_received_is_the_readers_own() -> None:
+    with pair(1) as made:
+        first = made.step([torch.zeros(5)])[0]
+        second = made.step([torch.ones(5)])[0]
+        second += 1
+        assert first.tolist() == [0.0] * 5
+        assert made.step([torch.ones(5)])[0].tolist() == [1.0] * 5
+
+
+def test_memory_that_is_not_used_any_more_is_given_back() -> None:
+    with pair(1) as made:
+        made.step([torch.zeros(100_000)])
+        made.step([torch.zeros(100_000)])
+        files = len(os.listdir("/proc/self/fd"))
+        for number in range(KEEP + 3):
+            made.step([torch.full((3,), float(number))])
+        pool = made.lines[0].pools[1]
+        blocks = [block for _, block in pool.held] + [block for own in pool._free.values() for block in own]
+        assert {len(block.memory) for block in blocks if block is not None} == {4096}
+        assert {len(one.memory) for one in made.lines[1]._seen[0].values()} == {4096}
+        assert len(os.listdir("/proc/self/fd")) == files  # mapped memory needs no open file
+        assert torch.equal(made.step([torch.ones(100_000)])[0], torch.ones(100_000))
+
+
+def test_a_sender_waits_for_room() -> None:
+    with pair(PENDING + 1, timeout=0.2) as made:
+        one, two = made.channels()
+        for number in range(PENDING):
+            one.send((0, 1), 0, torch.tensor(float(number)))
+        with pytest.raises(RankError, match=f"value 's0' of microbatch {PENDING} of 1: timed out"):
+            one.send((0, 1), 0, torch.tensor(1.0))
+        assert two.receive((0, 1))[1] == 0.0
+
+
+def test_many_bytes_wait_for_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.runtime.distributed.near.ROOM", 1 << 16)
+    with pair(6) as made:
+        payloads = [torch.full((5_000,), float(number)) for number in range(6)]
+        for _ in range(2):
+            for sent, got in zip(payloads, made.step(payloads), strict=True):
+                assert torch.equal(got, sent)
+        assert made.lines[0].pools[1]._made <= 4
+
+
+def test_what_inference_mode_made_serves_training() -> None:
+    with pair(1) as made:
+        for _ in range(2):
+            one, two = made.channels()
+            with torch.inference_mode():
+                one.send((0, 1), 0, torch.zeros(3))
+                two.receive((0, 1))
+            made.frames[0].update(one.learned)
+            made.frames[1].update(two.learned)
+        assert made.step([base(4)])[0].requires_grad
+        assert made.step([torch.ones(3)])[0].tolist() == [1.0] * 3
+
+
+class Odd:
+    """Cannot be made again."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("not here")
+
+
+def test_what_cannot_be_read_is_an_error_where_it_is_asked_for() -> None:
+    with pair(2) as made:
+        one, two = made.channels()
+        one.send((0, 1), 0, pack([Odd()]))
+        one.send((0, 1), 0, torch.ones(2))
+        with pytest.raises(ValueError, match="not here"):
+            two.receive((0, 1))
+        assert two.receive((0, 1))[1].tolist() == [1.0, 1.0]
+
+
+def test_after_a_failure_both_ends_come_to_the_end() -> None:
+    with pair(2 * PENDING) as made:
+        one, two = made.channels()
+        one.send((0, 1), 0, pack(base(4)))
+        sender = threading.Thread(target=one.drain, args=(made.ops[0], (0, "rank 0 failed: " + 9000 * "a")))
+        sender.start()
+        assert same(two.receive((0, 1))[1].detach(), base(4).detach())
+        with pytest.raises(Stopped):
+            two.receive((0, 1))
+        two.drain(made.ops[1], (0, "again"))
+        sender.join()
+        assert two.failure is not None
+        assert two.failure[1].startswith("rank 0 failed: aaaa")
+        assert len(made.step([torch.ones(2)] * 2 * PENDING)) == 2 * PENDING
+
+
+def test_a_rank_that_gives_up_or_is_gone_is_told_to_whoever_waits() -> None:
+    with pair(3) as made:
+        one, two = made.channels()
+        one.send((0, 1), 0, torch.ones(1))
+        one.farewell((7, "rank 7 has ended"))
+        assert two.receive((0, 1))[1] == 1.0
+        with pytest.raises(RankError, match="rank 7 has ended") as caught:
+            two.receive((0, 1))
+        assert caught.value.rank == 7
+        assert two.broken is caught.value
+        with pytest.raises(RankError, match="rank 0 has ended or does not answer"):
+            made.lines[1].exchange([1.0], 5.0)
+    with pair(3) as made:
+        one, two = made.channels()
+        made.lines[0].close()
+        with pytest.raises(RankError, match="of microbatch 0 of 0: device 0 has closed its line"):
+            two.receive((0, 1))
+    with pair(3) as made:
+        one, two = made.channels()
+        made.lines[1].close()
+        with pytest.raises(RankError, match="of microbatch 0 of 1: device 1 has closed its line"):
+            one.send((0, 1), 0, torch.ones(1))
+
+
+def test_tables() -> None:
+    with pair(1) as made:
+        other: list[Any] = []
+        beside = threading.Thread(target=lambda: other.append(made.lines[0].exchange([1.0, -2.5], 5.0)))
+        beside.start()
+        assert made.lines[1].exchange([3.0, float("inf")], 5.0) == [[1.0, -2.5], [3.0, float("inf")]]
+        beside.join()
+        assert other == [[[1.0, -2.5], [3.0, float("inf")]]]
+        with pytest.raises(RankError, match="timed out"):
+            made.lines[1].exchange([0.0], 0.05)
+
+
+# -- real processes -------------------------------------------------------------------------------------------------
+
+
+def transport(rank: int) -> list[str]:
+    """What carries values when all can be reached, and when rank 1 finds that it cannot."""
+    found = []
+    for most in (64, 64 if rank == 0 else 1):
+        lines_module.MOST = most
+        try:
+            net = chain(2)
+            with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
+                run.step(**data())
+                party: Any = run._party
+                found.append(type(party._lines).__name__)
+        finally:
+            lines_module.MOST = 64
+    return found
+
+
+def test_all_ranks_choose_alike(crew2: Any) -> None:
+    assert crew2(transport) == [["Lines", "NoneType"]] * 2
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Runners made inside talk through gloo alone, as those on several hosts do."""
+    Ranks.near = False
+    try:
+        yield
+    finally:
+        Ranks.near = True
+
+
+def schedules(rank: int, devices: int) -> dict[str, list[str]]:
+    with apart():
+        return {
+            name: differences(lambda: chain(2 * devices), {"devices": devices, "schedule": name}, [data(9)] * 2, 4)
+            for name in ("1f1b", "gpipe", "zb-v", "interleaved-1f1b")
+        }
+
+
+def values(rank: int) -> list[str]:
+    given = [data(rows) | {"ids": torch.arange(rows), "scale": 0.5} for rows in (16, 7, 2)]
+    how = {"devices": 4, "schedule": "1f1b"}
+    with apart():
+        return differences(jumping, how, given, 4, evaluate=True) + read_last(rank, "gpipe")
+
+
+def test_through_gloo_the_numbers_are_the_same(crew2: Any, crew4: Any) -> None:
+    names = ("1f1b", "gpipe", "zb-v", "interleaved-1f1b")
+    assert crew2(schedules, 2) == [{name: [] for name in names}] * 2
+    assert crew4(values) == [[]] * 4
+
+
+def survived_apart(rank: int, *args: Any) -> Any:
+    with apart():
+        return survived(rank, *args)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda c: "-".join(map(str, c)))
+def test_through_gloo_an_error_reaches_every_rank(case: Any, crew2: Any) -> None:
+    what, stage, number, backward, schedule = case
+    for rank, (told, unchanged, equal, _) in enumerate(
+        crew2(survived_apart, what, stage, number, backward, 2, {"schedule": schedule})
+    ):
+        assert told[0] == ("RankError" if rank != stage else {"value": "ValueError", "quarrel": "QuarrelError"}[what])
+        assert unchanged
+        assert equal
+
+
+def doomed_apart(rank: int, *args: Any) -> float:
+    with apart():
+        return doomed(rank, *args)
+
+
+def test_through_gloo_a_rank_that_dies_is_named() -> None:
+    with crew(2) as made:
+        answers = made.answers(doomed_apart, "kill", 0, 3, True, 2, 20.0)
+    assert answers[0] == ("gone", -9)
+    assert answers[1][1][0] == "RankError"
+    assert "rank 0 has ended" in answers[1][1][1]
+
+
+
+def trained_apart(rank: int) -> list[str]:
+    with apart():
+        return trained(rank, 2, "pipemare", {})
+
+
+def test_through_gloo_asynchronous_plans_train_alike(crew2: Any) -> None:
+    assert crew2(trained_apart) == [[]] * 2
