@@ -3,8 +3,11 @@
     python benchmarks/ranks.py [--rounds 15] [--markdown]
 
 Two gloo processes with one thread each, 16 microbatches. A stage is a stack of Linear and ReLU, deep enough that its
-forward takes the time named; backward takes about twice that. Contenders take turns within each round. ``host``
-measures the CPU time of each rank's main thread per microbatch with tensors so small that nothing else counts.
+forward takes the time named; backward takes about twice that. Contenders take turns within each round. pipec hands
+values over through shared memory, as both ranks are on one host, and once more through gloo; PyTorch and a loop written
+by hand use gloo. The loop does nothing but 1f1b's forwards, backwards, sends and receives, these all posted at the
+beginning: what gloo allows. ``host`` measures the CPU time of each rank's main thread per microbatch with tensors so
+small that nothing else counts.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import pipec
+from pipec.runtime.distributed.ranks import Ranks
 
 MICROBATCHES, ROWS = 16, 64
 PAIRS = {  # pipec's schedule, PyTorch's class, stages per rank
     "1f1b": ("Schedule1F1B", 1), "interleaved-zero-bubble": ("ScheduleInterleavedZeroBubble", 2),
 }
-ALONE = "one process"
+ALONE, HAND = "one process", "by hand, 1f1b through gloo"
+GLOO = ", through gloo"
 
 
 def stage(width: int, layers: int) -> nn.Sequential:
@@ -66,7 +71,9 @@ def modules(width: int, layers: int, count: int) -> list[nn.Sequential]:
     return [nn.Sequential(*whole[n * size : (n + 1) * size]) for n in range(count)]
 
 
-def ours(width: int, layers: int, schedule: str, count: int) -> tuple[Callable[[], Any], list[nn.Sequential], Any]:
+def ours(
+    width: int, layers: int, schedule: str, count: int, near: bool = True
+) -> tuple[Callable[[], Any], list[nn.Sequential], Any]:
     made = modules(width, layers, count)
     net = pipec.Pipeline("stack")
     value, y = net.input("x"), net.input("y")
@@ -74,7 +81,9 @@ def ours(width: int, layers: int, schedule: str, count: int) -> tuple[Callable[[
         value = net.stage(f"s{number}", module, value)
     net.loss("mse", F.mse_loss, value, y)
     plan = pipec.compile(net, 2, MICROBATCHES, schedule)
+    Ranks.near = near
     run = pipec.Runner(net, plan)
+    Ranks.near = True
     x, target = batch(width)
     return partial(run.step, x=x, y=target), made, (net, plan, run)
 
@@ -88,6 +97,43 @@ def theirs(rank: int, width: int, layers: int, name: str, count: int) -> tuple[C
 
     def step() -> None:
         schedule.step(x) if rank == 0 else schedule.step(target=target, losses=[])
+
+    return step, made
+
+
+def by_hand(rank: int, width: int, layers: int) -> tuple[Callable[[], Any], list[nn.Sequential]]:
+    """1f1b of two stages, nothing but forwards, backwards, sends and receives."""
+    made, group = modules(width, layers, 2), dist.group.WORLD
+    pieces = list(zip(*(part.split(ROWS) for part in batch(width)), strict=True))
+
+    def step() -> None:
+        got = [torch.empty(ROWS, width) for _ in range(MICROBATCHES)]
+        works = [dist.irecv(buffer, 1 - rank, group, number) for number, buffer in enumerate(got)]
+        sent, kept = [], {}
+
+        def forward(m: int) -> None:
+            kept[m] = made[0](pieces[m][0])
+            value = kept[m].detach()
+            sent.append((dist.isend(value, 1, group, m), value))
+
+        def backward(m: int) -> None:
+            works[m].wait()
+            torch.autograd.backward(kept.pop(m), got[m])
+
+        if rank == 0:
+            forward(0)
+            for m in range(1, MICROBATCHES):
+                forward(m)
+                backward(m - 1)
+            backward(MICROBATCHES - 1)
+        else:
+            for m in range(MICROBATCHES):
+                works[m].wait()
+                value = got[m].requires_grad_()
+                (F.mse_loss(made[1](value), pieces[m][1]) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+                sent.append((dist.isend(value.grad, 0, group, m), value.grad))
+        for work, _ in sent:
+            work.wait()
 
     return step, made
 
@@ -133,16 +179,22 @@ def contest(rank: int, width: int, layers: int, count: int, simulated: bool) -> 
     for schedule, (name, per_rank) in PAIRS.items():
         mine, made, (net, plan, run) = ours(width, layers, schedule, 2 * per_rank)
         contenders[f"pipec {schedule}"] = mine, made
+        far, other, (_, _, second) = ours(width, layers, schedule, 2 * per_rank, near=False)
+        contenders[f"pipec {schedule}{GLOO}"] = far, other
         contenders[f"torch {name}"] = theirs(rank, width, layers, name, 2 * per_rank)
-        runs.append(run)
-        for key in (f"pipec {schedule}", f"torch {name}"):
+        runs += [run, second]
+        added = [f"pipec {schedule}", f"pipec {schedule}{GLOO}", f"torch {name}"]
+        if per_rank == 1:
+            contenders[HAND] = by_hand(rank, width, layers)
+            added.append(HAND)
+        for key in added:
             timed(*contenders[key])
-        check(rank, made, contenders[f"torch {name}"][1], 2 * per_rank)
+            check(rank, made, contenders[key][1], 2 * per_rank)
         if simulated:
             x, y = batch(width)
             if rank == 0:  # the other one rests meanwhile
                 costs = pipec.profile(net, x=x[:ROWS], y=y[:ROWS])
-                makespans[f"pipec {schedule}"] = plan.simulate(costs).makespan / 1e3
+                makespans |= dict.fromkeys(added, plan.simulate(costs).makespan / 1e3)
             dist.barrier()
     single = alone(width, layers)
     times: dict[str, list[tuple[float, float]]] = {key: [] for key in [*contenders, ALONE]}
@@ -185,7 +237,8 @@ def tables(found: dict[str, dict[int, Any]]) -> list[rounds.Table]:
         }
         rows = []
         for key, own in times.items():
-            peer = next((f"torch {PAIRS[s][0]}" for s in PAIRS if key == f"pipec {s}"), None)
+            peer = next((f"torch {PAIRS[s][0]}" for s in PAIRS if key.startswith(f"pipec {s}")), None)
+            peer = f"torch {PAIRS['1f1b'][0]}" if key == HAND else peer
             predicted = both[0]["makespans"].get(key)
             share = "" if predicted is None else str(rounds.ratio([predicted] * len(own), own))
             rows.append((

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import perf_counter_ns, time_ns
+from time import time_ns
 from typing import Any, ClassVar
 
 import torch
@@ -334,18 +334,6 @@ class Ranks(Held):
     def anywhere(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
         return any(row[2] > 0 for row in self._council.table(ANYWHERE, [float(flag)], None))
-
-    def gathered(self, starts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
-        """Start and end of every task on every device, on this rank's clock as far as the hosts' clocks agree."""
-        shift = time_ns() - perf_counter_ns()
-        rows = gather_objects(self.groups.pipeline, (shift, starts, ends), self.place.devices)
-        starts, ends = list(starts), list(ends)
-        for other_shift, own_starts, own_ends in rows:
-            move = other_shift - shift if abs(other_shift - shift) > 1_000_000 else 0  # one host: one clock
-            for task, (start, end) in enumerate(zip(own_starts, own_ends, strict=True)):
-                if start:
-                    starts[task], ends[task] = start + move, end + move
-        return starts, ends
 
     def switch(self, plan: Plan, check: Callable[[], None]) -> None:
         """Raise RunError when another plan cannot take the place of this one, on any rank."""
