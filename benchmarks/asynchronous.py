@@ -58,7 +58,7 @@ def steady(build: Any, microbatches: int, count: int) -> rounds.Table:
     said = {}
     for name, contender in contenders.items():
         timeline = contender.plan.simulate(costs)
-        said[name] = timeline.period if contender.plan.asynchronous else timeline.makespan
+        said[name] = timeline.step
     times = rounds.interleave(contenders, count)
     for contender in contenders.values():
         contender.run.close()

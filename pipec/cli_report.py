@@ -83,6 +83,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "span": timeline.span,
         "period": timeline.period,
+        "step": timeline.step,
         "bubble_time": timeline.bubble_time,
         "bubble": timeline.bubble,
         "copies": timeline.copies,

@@ -102,6 +102,22 @@ def steady_period(plan: Plan, costs: Costs, duration: Floats) -> float:
         count *= 2
 
 
+def step_time(plan: Plan, costs: Costs, duration: Floats) -> float:
+    """How long a steady step takes when all devices begin it together and everything before has ended.
+
+    Args:
+        duration: per task of ``plan``.
+
+    Raises:
+        PlanError: the plan has no steady step.
+    """
+    from pipec.simulate import run_clock
+
+    pattern = pattern_of(plan)
+    _, end, _ = run_clock(repeated(plan, pattern, 1), duration[pattern.ids], costs)
+    return float(end.max(initial=0.0))
+
+
 def measured_period(plan: Plan, end: Floats) -> float:
     """The mean time between the ends of the steady steps of a measured run.
 

@@ -104,6 +104,16 @@ class Timeline:
         return steady_period(self.plan, self.costs, self.end - self.start)
 
     @cached_property
+    def step(self) -> float:
+        """Time of a ``run.step()`` of an asynchronous plan, whose devices begin and end it together: the period, or a
+        little more; of any other the makespan."""
+        from pipec.steady import step_time
+
+        if not self.plan.asynchronous or self.measured:
+            return self.period
+        return max(self.period, step_time(self.plan, self.costs, self.end - self.start))
+
+    @cached_property
     def period_useful(self) -> list[float]:
         """Per device the time in forwards and backwards of one minibatch: of a steady step in an asynchronous plan."""
         plan, table = self.plan, self.plan.table
@@ -277,6 +287,10 @@ class Timeline:
 
         write_trace([self, *others], path, names=names, unit=unit)
 
+    def _steady(self, unit: str) -> str:
+        period, step = f"period {self.period:.5g}{unit} a minibatch", f"step {self.step:.5g}{unit}"
+        return f"{period}, {step}, " if self.plan.asynchronous else ""
+
     def __repr__(self) -> str:
         return f"<Timeline of {self.plan.graph.name!r}: makespan {self.makespan:g}, bubble {self.bubble:.1%}>"
 
@@ -290,7 +304,7 @@ class Timeline:
             + ("" if self.copy_bytes is None else f" of {show_bytes(self.copy_bytes)}")
             + (f", {self.host_copies} to and from host memory" if self.host_copies else "")
             + (f" of {show_bytes(self.host_copy_bytes)}" if self.host_copy_bytes else ""),
-            (f"period {self.period:.5g}{unit} a minibatch, " if self.plan.asynchronous else "")
+            self._steady(unit)
             + f"bubble {self.bubble:.1%} of all devices' time, {self.bubble_time:.4g}{unit} beyond the busiest one's "
             "work",
         ]

@@ -58,21 +58,17 @@ def test_two_devices_begin_and_end_a_step_together() -> None:
     ]
 
 
-def length(plan: Plan, step: int, costs: pipec.Costs) -> float:
-    """How long a step takes when all devices begin it at once."""
-    own = part(plan, periods(plan).ids(step))
-    return float(run_clock(own, durations(own, costs), costs)[1].max())
-
-
 @pytest.mark.parametrize("schedule", ["pipedream", "live-weights", "pipemare"])
 @pytest.mark.parametrize(("devices", "microbatches"), [(2, 1), (2, 4), (3, 2), (4, 1), (4, 4), (7, 3)])
 def test_a_step_takes_hardly_longer_than_the_undisturbed_flow(schedule: str, devices: int, microbatches: int) -> None:
     """Without ``behind`` every step would take devices - 1 forwards longer."""
-    plan, costs = compiled(pipec.chain(devices), devices, microbatches, schedule), pipec.Costs()
-    period = plan.simulate(costs).period
-    assert period == 3 * microbatches
-    own = length(plan, plan.minibatches - 2, costs)
-    assert own == period if devices == 2 else own <= period + 2
+    plan = compiled(pipec.chain(devices), devices, microbatches, schedule)
+    timeline = plan.simulate()
+    assert timeline.period == 3 * microbatches
+    assert timeline.step == timeline.period if devices == 2 else timeline.step <= timeline.period + 2
+    assert f"period {3 * microbatches} a minibatch, step {timeline.step:g}, bubble 0.0%" in str(timeline)
+    own = part(plan, periods(plan).ids(plan.minibatches - 2))
+    assert run_clock(own, durations(own, pipec.Costs()), pipec.Costs())[1].max() == timeline.step
 
 
 def test_given_costs_tell_where_a_step_is_cut() -> None:
@@ -82,9 +78,9 @@ def test_given_costs_tell_where_a_step_is_cut() -> None:
     net, placement = pipec.chain(9), [0] * 6 + [1] * 3
     for told in (None, costs):
         plan = compiled(net, 2, 4, "pipedream", placement=placement, costs=told)
-        assert length(plan, plan.minibatches - 2, costs) == plan.simulate(costs).period == 72
+        assert plan.simulate(costs).step == plan.simulate(costs).period == 72
     plan = compiled(net, 2, 4, "pipedream", placement=placement, costs=pipec.Costs())
-    assert length(plan, plan.minibatches - 2, costs) > 72
+    assert plan.simulate(costs).step > plan.simulate(costs).period == 72
 
 
 def test_a_backward_and_a_forward_share_a_tick_in_pipemare() -> None:

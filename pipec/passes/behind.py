@@ -24,7 +24,7 @@ FINE = 1_000_000  # ticks of the longest task
 
 
 @frozen(eq=False)
-class Flow:
+class Clocked:
     """An asynchronous draft as a clock runs it.
 
     Attributes:
@@ -58,7 +58,7 @@ def ticks_of(draft: Draft, costs: Costs | None) -> Rows:
     return np.maximum(1, np.rint(made * (FINE / longest))).astype(np.int64)
 
 
-def behind(draft: Draft, step: Rows, flow: Flow) -> tuple[int, ...]:
+def behind(draft: Draft, step: Rows, flow: Clocked) -> tuple[int, ...]:
     """Per device how many tasks it is behind at the end of a step; as few as make a step as short as possible. Empty
     when that is none.
 
@@ -83,7 +83,7 @@ def behind(draft: Draft, step: Rows, flow: Flow) -> tuple[int, ...]:
     return tuple(best.tolist()) if best.any() else ()
 
 
-def _reached(ends: Rows, moment: int, flow: Flow, last: Rows, updates: npt.NDArray[np.bool_]) -> Rows:
+def _reached(ends: Rows, moment: int, flow: Clocked, last: Rows, updates: npt.NDArray[np.bool_]) -> Rows:
     """How many tasks of every list have ended at a moment, the updates that follow them at once included."""
     made = np.asarray([np.searchsorted(ends[own[:end]], moment, side="right")
                        for own, end in zip(flow.lists, last.tolist(), strict=True)], np.int64)
@@ -93,7 +93,7 @@ def _reached(ends: Rows, moment: int, flow: Flow, last: Rows, updates: npt.NDArr
     return made
 
 
-def _edges(flow: Flow) -> tuple[Rows, Rows, Rows, Rows]:
+def _edges(flow: Clocked) -> tuple[Rows, Rows, Rows, Rows]:
     """What tasks need of other devices: list and place of each task, list and place of what it needs."""
     number, place = np.zeros((2, len(flow.ticks)), np.int64)
     for device, own in enumerate(flow.lists):
@@ -113,7 +113,7 @@ def _closed(reached: Rows, edges: tuple[Rows, Rows, Rows, Rows]) -> Rows:
         np.minimum.at(reached, own[early], place[early])
 
 
-def _length(flow: Flow, first: Rows, last: Rows) -> int:
+def _length(flow: Clocked, first: Rows, last: Rows) -> int:
     """How long the tasks between two places of every list take when all begin at once."""
     lists = [own[begin:end] for own, begin, end in zip(flow.lists, first.tolist(), last.tolist(), strict=True)]
     rows = np.concatenate(lists)

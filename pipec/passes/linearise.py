@@ -14,7 +14,7 @@ from attrs import evolve
 from pipec.costs import Costs
 from pipec.errors import PlanError, ScheduleError
 from pipec.ir import Column, Kind, Table
-from pipec.passes.behind import Flow, behind, ticks_of
+from pipec.passes.behind import Clocked, behind, ticks_of
 from pipec.passes.draft import Draft, data_edges, index_of, join, leaders, to_csr
 from pipec.periods import fed, moved, steps
 from pipec.topology import clock
@@ -55,13 +55,13 @@ def linearise(draft: Draft, costs: Costs | None = None) -> Draft:
         ))
     if draft.rule is None:
         return evolve(draft, table=_numbered(table.take(np.lexsort((table.device, ends)))))
-    return _in_steps(draft, leader, Flow(
+    return _in_steps(draft, leader, Clocked(
         [np.asarray(own, np.int64) for own in lists], start, needs, ticks_of(draft, costs),
         fed(draft.graph, table, draft.minibatch),
     ), ends)
 
 
-def _in_steps(draft: Draft, leader: Rows, flow: Flow, ends: Rows) -> Draft:
+def _in_steps(draft: Draft, leader: Rows, flow: Clocked, ends: Rows) -> Draft:
     """An asynchronous draft sorted by the step that runs each row and its place in the order of that step."""
     table, size = draft.table, len(draft.table)
     given = np.zeros(size, np.int64)
