@@ -42,6 +42,9 @@ class Accelerator:
     def synchronize(self, event: torch.Event) -> None:
         event.synchronize()
 
+    def past(self, event: torch.Event) -> bool:
+        return bool(event.query())
+
     def mark(self, stream: torch.Stream) -> torch.Event:
         return stream.record_event(torch.Event(device=stream.device, enable_timing=True))
 

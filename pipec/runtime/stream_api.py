@@ -50,6 +50,9 @@ class StreamApi(Protocol):
     def synchronize(self, event: Event) -> None:
         """Let the host wait for an event."""
 
+    def past(self, event: Event) -> bool:
+        """Whether an event has happened; the host does not wait for it."""
+
     def mark(self, stream: Stream) -> Event:
         """An event that remembers when it happened."""
 
@@ -60,13 +63,16 @@ class StreamApi(Protocol):
         """Drop the references in ``payload``: memory of ``stream``'s pool, which may give it to the next that asks."""
 
 
+VERBS = {"run": "runs", "record": "records", "wait": "waits for", "past": "sees", "free": "takes back"}
+
+
 @frozen
 class Call:
     """One recorded call.
 
     Attributes:
-        kind: "run", "record", "wait" or "free".
-        stream: the stream it concerns; of a copy the one that does it.
+        kind: "run", "record", "wait", "past" (an event has been seen to have happened) or "free".
+        stream: the stream it concerns; of a copy the one that does it; "host" where the host waits or looks.
         what: the work, the event, or the memory.
         others: further streams that are current on their devices.
         device: the current device while it ran.
@@ -80,8 +86,7 @@ class Call:
 
     def __str__(self) -> str:
         beside = f" (with {', '.join(self.others)})" if self.others else ""
-        verb = {"run": "runs", "record": "records", "wait": "waits for", "free": "takes back"}[self.kind]
-        return f"{self.stream:<12} {verb} {self.what}{beside}"
+        return f"{self.stream:<12} {VERBS[self.kind]} {self.what}{beside}"
 
 
 @frozen(eq=False)
@@ -137,6 +142,10 @@ class Recorder:
 
     def synchronize(self, event: str) -> None:
         self.calls.append(Call("wait", "host", event))
+
+    def past(self, event: str) -> bool:
+        self.calls.append(Call("past", "host", event))
+        return True
 
     def mark(self, stream: RecordedStream) -> float:
         return perf_counter() * 1e3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,7 +24,8 @@ class Inputs:
     the host waits at the end of the step until that is done, so that the user may write into it again.
     """
 
-    def __init__(self, api: StreamApi, lanes: Sequence[StreamLane]) -> None:
+    def __init__(self, api: StreamApi, lanes: Sequence[StreamLane] | Mapping[int, StreamLane]) -> None:
+        """``lanes``: by 3 * device + lane, with those of the devices that run here."""
         self._api, self._lanes = api, lanes
         self._events: dict[tuple[int, int], Event] = {}
         self._users = False  # whether memory that the user has pinned is being read

@@ -28,10 +28,13 @@ class Happened:
         self.before: list[int] = []
         tails: dict[str, int] = {}  # by stream, all that has happened at its end
         events: dict[str, int] = {}
+        seen = 0  # by the host: whatever is queued later begins after it
         for number, call in enumerate(calls):
-            known = tails.get(call.stream, 0)
-            if call.kind == "wait":
+            known = tails.get(call.stream, 0) | seen
+            if call.kind in ("wait", "past"):
                 known |= events.get(call.what, 0)  # of an earlier part: ended when the callers let this one begin
+            if call.stream == "host":
+                seen |= known
             if call.kind == "record":
                 events[call.what] = known
             else:
