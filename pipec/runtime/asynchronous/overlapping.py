@@ -229,7 +229,8 @@ class Overlapping:
             weights.buffers = {}
             for key in {key for own in found for key in own} - {"updates", "rate"}:
                 weights.buffers[key] = [
-                    own[key].detach().clone() if key in own else torch.zeros_like(p, requires_grad=False)
+                    own[key].detach().to(p.device, copy=True) if key in own
+                    else torch.zeros_like(p, requires_grad=False)
                     for own, p in zip(found, weights.parameters, strict=True)
                 ]
             rates = {id(p): own["rate"] for own, p in zip(found, weights.parameters, strict=True) if "rate" in own}
