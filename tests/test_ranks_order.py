@@ -1,14 +1,14 @@
-"""Transfers in one order per rank, as NCCL needs it, over real gloo processes: the same bits, the plan's order."""
+"""Transfers in one order per rank, as NCCL needs it: the plan's order, and the same bits over real processes on GPUs
+that are not there, with gloo in the place of NCCL."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from fake_gpus import on_gpus
 from models import RUNS, chain, data
 from ranks import crew
 from test_ranks_asynchronous import trained
@@ -20,18 +20,12 @@ import pipec
 from pipec.ir import Kind
 from pipec.runtime.distributed.order import Transfer, check_orders, orders_of
 from pipec.runtime.distributed.ordered import OrderedChannels
-from pipec.runtime.distributed.ranks import Ranks
 from pipec.runtime.program import build_program
 
 
-@contextmanager
-def in_order() -> Iterator[None]:
-    """Runners made inside use the ordered transport."""
-    Ranks.ordered = True
-    try:
-        yield
-    finally:
-        Ranks.ordered = False
+def in_order() -> Any:
+    """Runners made inside are on GPUs whose transfers go one after another."""
+    return on_gpus("wired")
 
 
 # -- orders ----------------------------------------------------------------------------------------------------------
@@ -211,7 +205,7 @@ class Noted(OrderedChannels):
 
 def issued(rank: int) -> Any:
     """The order in which transfers were issued, per step."""
-    import pipec.runtime.distributed.ranks as module
+    import pipec.runtime.distributed.gpu_ranks as module
 
     net = chain(4)
     plan = pipec.compile(net, 2, 8, "1f1b")

@@ -34,6 +34,14 @@ class Alone:
 
     backend: Backend | None = None
 
+    def real(self, plan: Plan) -> list[torch.device] | None:
+        """The real device of each logical one where this says so and not the runner."""
+        return None
+
+    def prepared(self, plan: Plan) -> Program | None:
+        """The program of a plan, when it had to be made to prove that it can be run here."""
+        return None
+
     @contextmanager
     def agreement(self, options: dict[str, Any]) -> Iterator[None]:
         """Around the making of a runner: what every process must have alike is compared at the end."""
@@ -153,18 +161,27 @@ class Alone:
         """Nothing to close."""
 
 
+def over_processes(backend: str | Backend | None, mesh: Any) -> bool:
+    """Whether this process is to be one rank of many."""
+    from pipec.runtime.distributed.group import running
+
+    return running() and (backend in (None, "distributed") or gpus_of(backend) is not None or mesh is not None)
+
+
+def gpus_of(backend: Any) -> Any:
+    """The GPUs that ``backend`` brings with it, for a distributed run on others than those torch finds."""
+    return getattr(backend, "gpus", None)
+
+
 def party(
-    spec: Any, plan: Plan, backend: str | Backend | None, real: Sequence[torch.device] | None, mesh: Any,
-    timeout: float, outputs: str,
+    spec: Any, plan: Plan, backend: str | Backend | None, devices: Any, mesh: Any, timeout: float, outputs: str,
 ) -> Alone:
     """Who takes part in a run: this process alone, or one rank of many.
 
     Raises:
-        RunError: "distributed" was asked for without a process group, or the number of processes does not fit.
+        RunError: "distributed" was asked for without a process group, or processes or devices do not fit.
     """
-    from pipec.runtime.distributed.group import running
-
-    many = running() and (backend in (None, "distributed") or mesh is not None)
+    many = over_processes(backend, mesh)
     if plan.data_parallel > 1 and not many:
         raise RunError(
             f"the plan has data_parallel={plan.data_parallel} replicas of {plan.devices} devices, so it runs on "
@@ -180,12 +197,7 @@ def party(
                 "the script with torchrun"
             )
         return Alone()
-    from pipec.runtime.distributed.ranks import Ranks
+    from pipec.runtime.distributed.gpu_ranks import make_ranks
+    from pipec.runtime.distributed.gpus import Accelerators
 
-    if real is not None:
-        raise RunError(
-            f"over several processes this version runs on the CPU, through gloo; got {', '.join(map(str, real))}; run "
-            "the devices of one machine in one process, with backend='cuda'"
-        )
-
-    return Ranks(spec, plan, mesh, timeout, outputs)
+    return make_ranks(spec, plan, mesh, timeout, outputs, devices, gpus_of(backend) or Accelerators())

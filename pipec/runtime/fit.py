@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from pipec.errors import RunError
 from pipec.given import meant, spec_of
 from pipec.ir import Plan
@@ -15,8 +17,11 @@ BACKENDS = ("auto", "threads", "replay", "lanes", "adversarial", "cuda", "distri
 HONEST = tuple(name for name in BACKENDS if name != "adversarial")  # that looks for what is wrong in a plan itself
 
 
-def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: Any) -> None:
-    """Raise RunError when they do not, PlanError when the plan breaks an invariant."""
+def check_fit(pipeline: Any, plan: Any, devices: Any, backend: Any, many: bool = False) -> None:
+    """Raise RunError when they do not, PlanError when the plan breaks an invariant.
+
+    ``many``: this process is one rank of many, which has one device.
+    """
     if isinstance(pipeline, Plan) or not isinstance(plan, Plan):
         if not isinstance(pipeline, Plan):
             spec_of(pipeline, "Runner", RunError)
@@ -33,17 +38,26 @@ def check_fit(pipeline: Any, plan: Any, devices: Sequence[Any] | None, backend: 
         raise RunError(
             f"stages without a module cannot run: {', '.join(empty)}; placeholders are for plans and pictures"
         )
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence)):
+    one = isinstance(devices, str | torch.device)
+    if devices is not None and (not (many or kind_of_gpu(devices)) if one else not isinstance(devices, Sequence)):
         raise RunError(
             f"devices= is a list of one torch device per logical device, {plan.devices} here, got {devices!r}; for one "
             f"and the same: devices=[{str(devices)!r}] * {plan.devices}"
         )
-    if devices is not None and len(devices) != plan.devices:
+    if devices is not None and not one and len(devices) != plan.devices:
         raise RunError(f"the plan has {plan.devices} devices, got {len(devices)}: {list(devices)}")
     if isinstance(backend, str) and backend not in BACKENDS:
         raise RunError(f"unknown backend {backend!r}{meant(backend, BACKENDS)}; known are {', '.join(BACKENDS)}")
     if backend is None or backend in HONEST:
         plan.verify()  # it may come from a file or an edited text, and a wrong order would wait for ever
+
+
+def kind_of_gpu(devices: Any) -> bool:
+    """Whether ``devices`` is one name for all GPUs there are, "cuda" say."""
+    try:
+        return isinstance(devices, str) and (one := torch.device(devices)).type != "cpu" and one.index is None
+    except RuntimeError:
+        return False
 
 
 def check_asynchronous_options(plan: Plan, rescheduling: Any, delay: Any) -> None:

@@ -15,22 +15,25 @@ from pipec.runtime.randomness import DeviceGenerator, generator_of
 from pipec.runtime.stages import Stage, named_leaves
 
 
-def real_devices(given: Sequence[Any] | None, backend: Any, count: int) -> list[torch.device] | None:
+def real_devices(given: Any, backend: Any, count: int) -> list[torch.device] | None:
     """One accelerator per logical device, None where all are the CPU.
 
-    ``backend="cuda"`` without devices takes the GPUs there are in turn, several logical devices on one where needed.
+    ``backend="cuda"`` without devices, or ``given`` a kind of GPU such as "cuda", takes those there are in turn,
+    several logical devices on one where needed.
 
     Raises:
         RunError: there is no such device, kinds are mixed, or the backend runs on others.
     """
     if given is None and backend != "cuda":
         return None
-    if given is None:
+    if given is None or isinstance(given, str):
         kind, there = accelerators()
-        if not there:
+        asked = "backend='cuda'" if given is None else f"devices={given!r}"
+        if not there or given not in (None, kind):
+            found = f"finds only {kind}" if there else "finds none"
             raise RunError(
-                "backend='cuda' needs a GPU, but torch finds none here; leave backend= out to run on the CPU, or use "
-                "backend='lanes' for the same lanes and copies on it"
+                f"{asked} needs a GPU, but torch {found} here; leave {asked.split('=')[0]}= out to run on the CPU, or "
+                "use backend='lanes' for the same lanes and copies on it"
             )
         return [torch.device(kind, number % there) for number in range(count)]
     devices = [_indexed(_device(one)) for one in given]

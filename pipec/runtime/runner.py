@@ -15,7 +15,7 @@ from pipec.errors import RunError
 from pipec.ir import Kind, Plan
 from pipec.runtime import names
 from pipec.runtime.aliases import check_aliases
-from pipec.runtime.alone import Alone, party
+from pipec.runtime.alone import Alone, over_processes, party
 from pipec.runtime.asynchronous.overlapping import Overlapping
 from pipec.runtime.asynchronous.weights import StageWeights
 from pipec.runtime.backends import Backend
@@ -48,8 +48,9 @@ class Runner(Overlapping, Stateful):
         pipeline: the Pipeline or Spec that was compiled; its modules are used as they are.
         plan: from :func:`pipec.compile`.
         devices: one torch device per logical device, all GPUs or all the CPU, the default. Several may be the same
-            GPU. Stages are moved there, their parameters stay the same objects; so is every minibatch. See
-            docs/streams.md.
+            GPU. Stages are moved there, their parameters stay the same objects; so is every minibatch. "cuda": the GPUs
+            there are in turn; in a distributed run the GPU of each rank's place on its host. See docs/streams.md and
+            docs/distributed.md.
         optimizer: with ``update="stage"`` a function from a stage's parameters to an optimizer, with
             ``update="all"`` one optimizer, else nothing.
         backend: "threads" (a worker per device), "replay" (one thread), or by default "auto": one thread in the first
@@ -85,7 +86,7 @@ class Runner(Overlapping, Stateful):
         self,
         pipeline: Any,
         plan: Plan,
-        devices: Sequence[str | torch.device] | None = None,
+        devices: Sequence[str | torch.device] | str | torch.device | None = None,
         optimizer: Any = None,
         *,
         backend: str | Backend | None = None,
@@ -100,12 +101,14 @@ class Runner(Overlapping, Stateful):
         outputs: str = "owner",
         timeout: float = 300.0,
     ) -> None:
-        check_fit(pipeline, plan, devices, backend)
+        many = over_processes(backend, mesh)
+        check_fit(pipeline, plan, devices, backend, many)
         check_asynchronous_options(plan, rescheduling, delay)
         self.spec, self.plan = pipeline.spec, plan
         self._backend_name, self._watchdog = backend, watchdog
-        self._real = real_devices(devices, backend, plan.devices)
-        self._party: Alone = party(self.spec, plan, backend, self._real, mesh, timeout, outputs)
+        self._real = None if many else real_devices(devices, backend, plan.devices)
+        self._party: Alone = party(self.spec, plan, backend, devices, mesh, timeout, outputs)
+        self._real = self._party.real(plan) or self._real
         self._rescheduling, self._delay, self._left = rescheduling, delay, []
         options = {"scaler": scaler is not None, "outputs option": outputs, "rescheduling": rescheduling}
         with self._party.agreement(options):
@@ -113,7 +116,6 @@ class Runner(Overlapping, Stateful):
             self._weights = [StageWeights(stage) for stage in self.stages]
             self._flow = self._flow_of(plan)
         self._party.share(self.stages)
-        self._plans: dict[tuple[bool, int, int], tuple[Plan, Program]] = {}
         self._last: tuple[Plan, Step] | None = None
         self._closed = False
         self._turn: dict[str, object] = {}  # holds the one call that may use the workers now
@@ -127,6 +129,9 @@ class Runner(Overlapping, Stateful):
     ) -> None:
         """What belongs to the stages of this process."""
         plan = self.plan
+        self._plans: dict[tuple[bool, int, int], tuple[Plan, Program]] = {}
+        if (program := self._party.prepared(plan)) is not None:
+            self._plans[plan.training, plan.microbatches, plan.slices] = plan, program
         self.stages: list[Stage] = bind(self._party.local(self.spec))
         self._generators: dict[int, DeviceGenerator] = {}
         if self._real is not None:

@@ -111,13 +111,21 @@ class RankBackend:
         if channels.broken is None:
             left = own if device.at is None else own[own.index(device.at) :]
             try:
-                for op in left:
-                    if op.kind is Kind.REDUCE:
-                        device.step.reduce(op.stage, True)
-                channels.drain(own, story)
+                self.drain(device, left, own, channels, story)
                 return
             except RankError:  # one is gone meanwhile
                 pass
+        self.farewell(channels, story)
+
+    def drain(self, device: Device, left: Sequence[Op], own: Sequence[Op], channels: Any, story: Any) -> None:
+        """Bring this rank's part to its end without content; ``left``: tasks that have not run."""
+        for op in left:
+            if op.kind is Kind.REDUCE:
+                device.step.reduce(op.stage, True)
+        channels.drain(own, story)
+
+    def farewell(self, channels: Any, story: Any) -> None:
+        """A rank is gone: tell the others."""
         channels.farewell(story)
 
     def channels(self, routes: tuple[Route, ...]) -> None:

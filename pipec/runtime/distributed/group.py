@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -94,10 +94,11 @@ class Groups:
     pipeline: Any  # the devices of this replica: values travel here
     replicas: Any  # this device in all replicas: gradients are averaged here; None with one replica
     everyone: Any  # all devices of all replicas
-    tensors: Any = None  # the devices of this replica, for values in one order per rank
+    tensors: Any = None  # the devices of this replica, for values on GPUs that go from device to device
+    totals: Any = None  # this device in all replicas, for gradients on GPUs
 
     def close(self) -> None:
-        made = (self.pipeline, self.replicas, self.everyone, self.tensors)
+        made = (self.pipeline, self.replicas, self.everyone, self.tensors, self.totals)
         for group in {id(g): g for g in made if g is not None}.values():
             try:
                 dist.destroy_process_group(group)
@@ -105,23 +106,31 @@ class Groups:
                 return
 
 
-def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float, ordered: bool = False) -> Groups:
-    """The groups of the pipeline that this process belongs to; ``ordered``: with one for values in a fixed order.
+def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float) -> Groups:
+    """The groups between hosts of the pipeline that this process belongs to.
+
+    They are of gloo, whatever backends the default process group has: tables, headers and descriptions are the
+    hosts' own.
 
     Raises:
-        RunError: the number of processes does not fit, or this process has no place in the mesh.
+        RunError: the number of processes does not fit, this process has no place in the mesh, or torch lacks gloo.
     """
+    if not dist.is_gloo_available():
+        raise RunError(
+            "ranks agree through gloo, beside any other backend, and this build of torch has none; install one with "
+            "gloo, as all builds for Linux from pytorch.org have it"
+        )
     me, own = dist.get_rank(), None
     for ranks in layouts(plan, mesh, replicas):
-        made = _groups(ranks, me, timedelta(seconds=timeout), ordered)
+        made = _groups(ranks, me, timedelta(seconds=timeout))
         own = made or own
     if own is None:
         raise RunError(f"rank {me} is in no pipeline of the mesh")
     return own
 
 
-def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta, ordered: bool) -> Groups | None:
-    """Every process makes all groups, in this order; transports that connect late are connected here."""
+def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta) -> Groups | None:
+    """Every process makes all groups, in this order."""
     def new(members: Sequence[int]) -> Any:
         return dist.new_group(list(members), timeout=timeout, backend="gloo")
 
@@ -129,16 +138,35 @@ def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta, ord
     world = new(everyone)
     rows = [new(row) for row in ranks] if len(ranks) > 1 else [world]
     columns = [new(column) for column in zip(*ranks, strict=True)] if len(ranks) > 1 else []
-    apart = [new(row) for row in ranks] if ordered else []
     if me not in everyone:
         return None
     replica, device = divmod(everyone.index(me), len(ranks[0]))
     place = Place(device, replica, ranks)
-    made = Groups(place, rows[replica], columns[device] if columns else None, world)
-    if ordered:
-        made.tensors = apart[replica]
-        dist.barrier(made.tensors)
-    return made
+    return Groups(place, rows[replica], columns[device] if columns else None, world)
+
+
+def make_device_groups(
+    groups: Groups, blocks: Sequence[tuple[tuple[int, ...], ...]], new: Callable[[Sequence[int]], Any] | None,
+    totals: Callable[[Sequence[int]], Any],
+) -> None:
+    """Add the groups for tensors on GPUs. Every process of the world makes those of all, in one order.
+
+    Args:
+        blocks: of :func:`layouts`.
+        new: makes a group in which values travel; None: there is none.
+        totals: makes one in which gradients are added up.
+    """
+    place = groups.place
+    for ranks in blocks:
+        mine = ranks == place.ranks
+        for replica, row in enumerate(ranks):
+            made = new(row) if new is not None else None
+            if mine and replica == place.replica:
+                groups.tensors = made
+        for device, column in enumerate(zip(*ranks, strict=True)):
+            made = totals(column) if len(ranks) > 1 else None
+            if mine and device == place.device:
+                groups.totals = made
 
 
 def exchange(group: Any, row: Sequence[float], size: int, me: int, timeout: float) -> list[list[float]]:
@@ -189,7 +217,7 @@ def gather_objects(group: Any, value: Any, size: int) -> list[Any]:
 def same_everywhere(tensor: Tensor, group: Any, root: int) -> None:
     """Give every rank of ``group`` the values of global rank ``root``, in place."""
     with torch.no_grad():
-        whole = tensor.detach().contiguous()
+        whole = tensor.detach().cpu().contiguous()  # the groups are those of the hosts
         dist.broadcast(whole, root, group=group)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)

@@ -12,10 +12,12 @@ from torch import Tensor
 from pipec.runtime import names, saving
 from pipec.runtime.alone import Alone, Path
 from pipec.runtime.distributed.council import NORM, SAVE, Council
-from pipec.runtime.distributed.group import Groups, Place, gather_objects
+from pipec.runtime.distributed.group import Groups, Place, gather_objects, same_everywhere
 from pipec.runtime.distributed.local import Tied, check_wrappers, elsewhere_of, owners_of
+from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.stages import Stage
 from pipec.spec import Spec
+from pipec.tree import tree_map
 
 
 class Held(Alone):
@@ -32,6 +34,37 @@ class Held(Alone):
     homes: list[int]
     _tied: list[Tied]
     _council: Council
+
+    def here(self, tensor: Any) -> Any:
+        """A tensor of the host where this rank's tensors are; anything else as it is."""
+        return tensor
+
+    def share(self, stages: Sequence[Stage]) -> None:
+        """Give parameters that several ranks hold the values of one: shared ones, and those of all replicas."""
+        place = self.place
+        for one in self._tied:
+            owner = place.ranks[self.replica][self.homes[one.stages[0]]]
+            same_everywhere(one.parameter, self.groups.pipeline, owner)
+        if self.groups.replicas is not None:
+            held = {id(t): t for stage in stages for _, t in stage.named_parameters()}
+            held |= {id(t): t for stage in stages for module in stage.modules for t in module.buffers()}
+            for tensor in held.values():
+                same_everywhere(tensor, self.groups.replicas, place.ranks[0][self.device])
+
+    def trained(self, stages: Sequence[Stage]) -> list[list[Tensor]]:
+        """Of other ranks' stages the shared parameters that are held here too."""
+        made = [stage.trainable() for stage in stages]
+        here = {id(parameter) for own in made for parameter in own}
+        for number, device in enumerate(self.homes):
+            if device != self.device:
+                made[number] = [t.parameter for t in self._tied if number in t.stages and id(t.parameter) in here]
+        return made
+
+    def shared(self, trained: Sequence[list[Tensor]]) -> set[int]:
+        """With replicas, all: each REDUCE adds up what this step made, and nothing that was there before."""
+        if self.place.replicas > 1:
+            return {id(parameter) for own in trained for parameter in own}
+        return shared_parameters(trained)
 
     def gather(self, value: Any, call: int) -> list[Any]:
         """Every device's object of this replica."""
@@ -50,7 +83,7 @@ class Held(Alone):
     def save(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
         """The first replica writes, each rank what its stages hold."""
         flat, rest = saving.taken_apart(self._told(state))
-        rest = saving.merged(gather_objects(self.groups.pipeline, rest, self.place.devices))
+        rest = saving.merged(gather_objects(self.groups.pipeline, on_host(rest), self.place.devices))
         self._told(lambda: saving.write(path, flat, rest, self.groups.pipeline) if self.replica == 0 else None)
 
     def load(
@@ -89,7 +122,7 @@ class Held(Alone):
             if id(one.parameter) in order:
                 order[id(one.parameter)] = (one.stages[0], one.place)
         own = {
-            order[id(p)]: torch.linalg.vector_norm(p.grad, norm_type)
+            order[id(p)]: torch.linalg.vector_norm(p.grad, norm_type).cpu()
             for stage in stages for _, p in stage.named_parameters() if p.grad is not None
         }
         found: dict[tuple[int, int], Tensor] = {}
@@ -97,7 +130,7 @@ class Held(Alone):
             found |= part
         if not found:
             return torch.zeros(())
-        norms = torch.stack([found[key] for key in sorted(found)])
+        norms = torch.stack([self.here(found[key]) for key in sorted(found)])
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         return total
 
@@ -112,3 +145,8 @@ class Held(Alone):
                 if start:
                     starts[task], ends[task] = start + move, end + move
         return starts, ends
+
+
+def on_host(value: Any) -> Any:
+    """A value of containers and tensors with all its tensors on the host, for another process."""
+    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value)

@@ -1,28 +1,32 @@
-"""Channels with the discipline that NCCL needs: tensors travel in one order per rank that the plan fixes, without tags.
+"""Channels of a rank on a GPU: content travels in one order per rank that the plan fixes, without tags, as NCCL needs.
 
 NCCL runs the transfers of a communicator one after another in the order in which a rank issues them, and each waits for
 its other end. So what travels there, and in which order, must follow from what all ranks know: the plan and the forms
 of the last step. Everything that is only known when it happens goes through a second group, between hosts: a header per
 message, and where a message has another form than expected, its description and content. The tensors that were expected
-are sent all the same, without meaning, so that the order stays. The host never reads a device's memory.
+are sent all the same, without meaning, so that the order stays.
+
+The host waits for headers, which come from another host as soon as that one has queued the send, and never for a
+device; but for a message of another form, whose content goes by way of the hosts.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from attrs import define, field
+from attrs import define, evolve
 from torch import Tensor
 
 from pipec.errors import RankError
+from pipec.ir import Kind
 from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.backend import Traffic
+from pipec.runtime.distributed.carriers import Carrier, parts, room
 from pipec.runtime.distributed.channels import (
     CHANGED,
     EXPECTED,
@@ -35,46 +39,24 @@ from pipec.runtime.distributed.channels import (
     Message,
     header_of,
 )
-from pipec.runtime.distributed.order import Order, Transfer
-from pipec.runtime.distributed.wire import (
-    HEAD,
-    Envelope,
-    Frame,
-    as_bytes,
-    dumped,
-    fits,
-    frame_of,
-    loaded,
-    payload_of,
-    rebuilt,
-)
+from pipec.runtime.distributed.order import REPLICAS, Order, Transfer
+from pipec.runtime.distributed.wire import HEAD, Frame, dumped, fits, frame_of, loaded, payload_of, rebuilt
+from pipec.runtime.distributed.wires import Leg
 from pipec.runtime.program import Op, Route
 
 AHEAD = 4  # transfers issued beyond what is needed now
 GONE = 3  # in place of CHANGED or FAILED: a rank is gone, nothing that is expected comes any more
-PENDING = 16  # headers and tensors under way that are not waited for
-
-
-@define(eq=False)
-class Works:
-    """What to wait for until a group has ended; once, whichever of its transfers is asked for first."""
-
-    left: list[Any] = field(factory=list)
-
-    def wait(self, timeout: timedelta) -> None:
-        while self.left:
-            self.left.pop().wait(timeout)
+PENDING = 16  # headers and messages under way that are not waited for
+HOST = torch.device("cpu")
 
 
 @define(eq=False)
 class Awaited:
-    """A message to come: room for its header and for the tensors that are expected."""
+    """A message to come: room for its header, and the form that is expected."""
 
     frame: Frame | None
     head: Tensor
     header: Any
-    buffers: list[Tensor]
-    works: Works
 
 
 class OrderedChannels:
@@ -85,20 +67,23 @@ class OrderedChannels:
     """
 
     def __init__(
-        self, groups: Any, ranks: Sequence[int], rank: int, traffic: Traffic, order: Order,
-        frames: dict[Any, Frame], forms: Sequence[Any] | None, timeout: float, device: torch.device, lost: Lost,
+        self, carrier: Carrier, hosts: Any, ranks: Sequence[int], rank: int, traffic: Traffic, order: Order,
+        frames: dict[Any, Frame], forms: Sequence[Any] | None, timeout: float, lost: Lost,
         received: Mapping[Route, int] | None = None,
     ) -> None:
-        """``groups``: (tensors, between hosts); ``ranks``: the global rank of every device; ``order``: this rank's."""
-        self._data, self._hosts = groups
-        self._ranks, self._rank, self._device, self._lost = ranks, rank, device, lost
+        """``hosts``: the group between hosts; ``ranks``: the global rank of every device; ``order``: this rank's; the
+        others as in :class:`.channels.RankChannels`."""
+        self._carrier, self._hosts = carrier, hosts
+        self._ranks, self._rank, self._lost = ranks, rank, lost
         self._in = {peer: Link(peer, messages) for peer, messages in traffic.incoming.items()}
         self._out = {peer: Link(peer, messages) for peer, messages in traffic.outgoing.items()}
         self._frames, self._forms, self._before = frames, forms, received or {}
         links = (*self._in.values(), *self._out.values())
         self._message = {message.op.task: message for link in links for message in link.messages}
         self._left = deque(order)
-        self._ready: dict[int, list[Tensor]] = {}  # tensors of sends that have not been issued
+        reduces = {one.task for group in order for one in group if one.route[1] == REPLICAS}
+        self._reduces = {op.stage: op.task for op in traffic.ops[rank] if op.task in reduces}
+        self._ready: dict[int, Any] = {}  # buffers of sends that have not been issued; of a REDUCE what begins it
         self._awaited: dict[int, Awaited] = {}
         self._sending: deque[tuple[Message, list[Any], Any]] = deque()
         self._late: deque[tuple[Message, list[Any], Any]] = deque()  # sends that end when the reader looks closer
@@ -113,6 +98,10 @@ class OrderedChannels:
         """Issue the first transfers of which this rank is the receiver."""
         self._advance(-1)
 
+    def look(self) -> None:
+        """Between two tasks: begin what could not begin yet."""
+        self._carrier.push(wait=False)
+
     # -- the order ------------------------------------------------------------------------------------------
 
     def _advance(self, task: int) -> None:
@@ -126,23 +115,31 @@ class OrderedChannels:
             self._issue(self._left.popleft())
 
     def _issue(self, group: tuple[Transfer, ...]) -> None:
-        operations, works = [], Works()
-        kind: Any
+        self.issued.append(group)
+        if group[0].route[1] == REPLICAS:
+            self._ready.pop(group[0].task)()
+            return
+        legs = []
         for one in group:
             source, target = one.route
-            if source == self._rank:
-                peer, kind, buffers = self._ranks[target], dist.isend, self._ready.pop(one.task)
-                self._sending.append((self._message[one.task], [works], buffers))
-            else:
-                peer, kind = self._ranks[source], dist.irecv
-                frame = self._frames.get(self._key(self._message[one.task]))
-                buffers, head = room(frame, self._device), torch.empty(HEAD, dtype=torch.uint8)
-                header = self._hosts.recv([head], source, EXPECTED)
-                self._awaited[one.task] = Awaited(frame, head, header, buffers, works)
-            operations += [dist.P2POp(kind, buffer, peer, self._data) for buffer in buffers]
-        self.issued.append(group)
-        if operations:
-            works.left += dist.batch_isend_irecv(operations)
+            message, sends = self._message[one.task], source == self._rank
+            peer = target if sends else source
+            frame = None if sends else self._frames.get(self._key(message))
+            buffers = self._ready.pop(one.task) if sends else []
+            if not sends:
+                head = torch.empty(HEAD, dtype=torch.uint8)
+                self._awaited[one.task] = Awaited(frame, head, self._hosts.recv([head], source, EXPECTED))
+            legs.append(Leg(one.task, name_of(message), peer, self._ranks[peer], sends, frame, buffers))
+        self._carrier.issue(legs)
+
+    def reduce(self, stage: int, begin: Callable[[], None]) -> None:
+        """Let ``begin`` begin the REDUCE of a stage at its place in the order; at once where it has none."""
+        task = self._reduces.get(stage)
+        if task is None:
+            begin()
+        else:
+            self._ready[task] = begin
+            self._advance(task)
 
     def _key(self, message: Message) -> Any:
         form = None if self._forms is None else self._forms[message.op.piece]
@@ -151,7 +148,7 @@ class OrderedChannels:
     # -- receiving ------------------------------------------------------------------------------------------
 
     def receive(self, route: Route) -> tuple[int, Any]:
-        """The next (slot, payload) of ``route``; waits for it.
+        """The next (slot, payload) of ``route``, for work that is queued from now on.
 
         Raises:
             Stopped: the sender has failed.
@@ -176,9 +173,9 @@ class OrderedChannels:
         del self._awaited[task]
         self._advance(-1)
         if status == SAME and own.frame is not None:
-            self._wait([own.works], link.peer, message)
-            return message.op.slot, opened(own.frame, own.buffers)
-        self._sending.append((message, [own.works], own.buffers))  # without meaning; waited for at the end
+            self._wait(self._carrier.awaited(task), link.peer, message)
+            return message.op.slot, opened(own.frame, self._carrier.take(task))
+        self._carrier.drop(task)
         blob = torch.empty(length, dtype=torch.uint8)
         self._take([blob], link.peer, message)
         if status in (FAILED, GONE):
@@ -190,10 +187,11 @@ class OrderedChannels:
                 raise self.broken
             return message.op.slot, None
         frame = loaded(blob)
-        buffers = room(frame, torch.device("cpu"))
+        buffers = room(frame, HOST)
         self._take(buffers, link.peer, message)
         self.learned[self._key(message)] = frame
-        return message.op.slot, opened(frame, [buffer.to(self._device) for buffer in buffers])
+        memory = self._carrier.memory
+        return message.op.slot, opened(moved(frame, memory), [buffer.to(memory) for buffer in buffers])
 
     def _take(self, buffers: Sequence[Tensor], peer: int, message: Message) -> None:
         self._wait([self._hosts.recv([buffer], peer, FOLLOWING) for buffer in buffers], peer, message)
@@ -201,7 +199,10 @@ class OrderedChannels:
     def _wait(self, works: Sequence[Any], peer: int, message: Message) -> None:
         if self.broken is not None:
             raise self.broken
+        if not works:
+            return
         try:
+            self._carrier.push(wait=True)
             for work in works:
                 work.wait(self._timeout)
         except RuntimeError as error:
@@ -222,10 +223,11 @@ class OrderedChannels:
         expected = self._frames.get(self._key(message))
         frame, tensors = frame_of(payload)
         if expected is not None and fits(expected, frame):
-            self._give(link, message, SAME, parts(frame, tensors, self._device), [])
+            self._give(link, message, SAME, self._carrier.parts(frame, tensors), [])
             return
-        blob, content = dumped(frame, message.what), parts(frame, [t.cpu() for t in tensors], torch.device("cpu"))
-        self._give(link, message, CHANGED, room(expected, self._device), [blob, *content])
+        blob = dumped(moved(frame, HOST), message.what)
+        content = [buffer.cpu() for buffer in parts(frame, tensors, self._carrier.memory)]
+        self._give(link, message, CHANGED, self._carrier.blank(expected), [blob, *content])
         self.learned[self._key(message)] = frame
 
     def _give(
@@ -247,23 +249,39 @@ class OrderedChannels:
             self._sending.append(own)
         while len(self._sending) > PENDING:
             self._sent()
+        self._release(PENDING)
 
     def _sent(self) -> None:
         message, works, _ = self._sending.popleft()
+        self._wait(works, self._peer(message), message)
+
+    def _release(self, most: int) -> None:
+        for owed in self._carrier.over(most):
+            message = self._message[owed.task]
+            self._wait(owed.works, self._peer(message), message)
+
+    def _peer(self, message: Message) -> int:
         source, target = message.op.route
-        self._wait(works, target if source == self._rank else source, message)
+        return target if source == self._rank else source
 
     # -- ends -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Let everything sent arrive: the host waits for what leaves it, the compute stream for the rest."""
         self._sending.extend(self._late)
         self._late.clear()
         while self._sending:
             self._sent()
+        self._release(0)
 
-    def drain(self, ops: Sequence[Op], failure: tuple[Any, ...]) -> None:
-        """Send and receive the rest of what the plan says without any content, so that every rank gets to its end."""
+    def drain(self, ops: Sequence[Op], failure: tuple[Any, ...], left: Collection[int] = (),
+              reduce: Callable[[Op], None] | None = None) -> None:
+        """Send and receive the rest of what the plan says without any content, so that every rank gets to its end.
+
+        Args:
+            left: REDUCE tasks that have not begun.
+            reduce: begins one without content.
+        """
         self.stopped = True
         place: dict[int, int] = {}
         for op in ops:
@@ -271,6 +289,8 @@ class OrderedChannels:
                 link = self._in[route[0]]
                 while link.at < count - self._before.get(route, 0):
                     self._next(link)
+            if op.kind is Kind.REDUCE and op.task in left and reduce is not None:
+                reduce(op)
             if op.route[0] == self._rank:
                 link = self._out[op.route[1]]
                 place[link.peer] = place.get(link.peer, 0) + 1
@@ -285,7 +305,7 @@ class OrderedChannels:
         """Send the next message of a link without meaning."""
         message = link.messages[link.at]
         blob = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
-        self._give(link, message, FAILED, room(self._frames.get(self._key(message)), self._device), [blob])
+        self._give(link, message, FAILED, self._carrier.blank(self._frames.get(self._key(message))), [blob])
 
     def farewell(self, failure: tuple[Any, ...]) -> None:
         """With a rank gone the step cannot be brought to its end: tell those that wait for this one, as far as it goes.
@@ -303,40 +323,37 @@ class OrderedChannels:
                 except RuntimeError:  # that one is gone as well
                     break
                 self._late.append((message, works, [head, blob]))
+        self._carrier.abandon()
 
     def stop(self) -> None:
         """This rank has failed."""
         self.stopped = True
 
 
-def room(frame: Frame | None, device: torch.device) -> list[Tensor]:
-    """Empty buffers for the tensors of a message: one for all where they are small."""
-    if frame is None or not frame.leaves:
-        return []
-    if frame.room:
-        return [torch.empty(frame.room, dtype=torch.uint8, device=device)]
-    return [torch.empty(leaf.nbytes, dtype=torch.uint8, device=device) for leaf in frame.leaves if leaf.nbytes]
+def moved(frame: Frame, device: torch.device) -> Frame:
+    """The frame with what is pickled whole, tensors that are more than their elements, on ``device``."""
+    if frame.kind not in ("packed", "parcel") or frame.steady:
+        return frame
+    head, layout, leaves = frame.rest
+    there = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return evolve(frame, rest=(head, layout, there))
 
 
-def parts(frame: Frame, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors of a message as buffers of the sizes of :func:`room`."""
-    if not frame.leaves:
-        return []
-    if frame.room:
-        envelope = Envelope(frame, torch.empty(frame.room, dtype=torch.uint8, device=device))
-        envelope.fill(tensors)
-        return [envelope.buffer]
-    return [as_bytes(tensor) for tensor, leaf in zip(tensors, frame.leaves, strict=True) if leaf.nbytes]
+def name_of(message: Message) -> str:
+    """A COPY as a plan prints it."""
+    op, (source, target) = message.op, message.op.route
+    piece = f"{op.microbatch}.{op.slice}" if op.slice else f"{op.microbatch}"
+    return f"{('', 'd', 'r')[message.gradient]}v{message.value}[{piece}]:{source}>{target}"
 
 
 def opened(frame: Frame, buffers: Sequence[Tensor]) -> Any:
-    """The value in buffers of :func:`room`."""
+    """The value in buffers of :func:`.carriers.room`."""
     if frame.room and frame.leaves:
         made = [rebuilt(frame, number, buffers[0], at) for number, at in enumerate(frame.offsets)]
     else:
         rest = iter(buffers)
         made = [
-            rebuilt(frame, number, next(rest) if leaf.nbytes else torch.empty(0, dtype=torch.uint8))
+            rebuilt(frame, number, next(rest) if leaf.nbytes else buffers[0][:0])
             for number, leaf in enumerate(frame.leaves)
         ]
     return payload_of(frame, made)

@@ -16,7 +16,6 @@ from pipec.runtime.backends import Backend
 from pipec.runtime.distributed.backend import Standing, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
 from pipec.runtime.distributed.council import FIXED
-from pipec.runtime.distributed.group import gather_objects
 from pipec.runtime.distributed.results import LOSS_WIDTH, loss_from, loss_numbers
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.failure import Failure
@@ -39,6 +38,10 @@ class RankOverlappedDevice(Standing, OverlappedDevice):
     def run(self, ops: Any) -> None:
         """Run tasks in order, then take in what later segments read."""
         super().run(ops)
+        self.take_in()
+
+    def take_in(self) -> None:
+        """Receive what was sent in this segment and no task has asked for."""
         for route, count in self.channels.left():
             self.receive(route, self.received[route] + count)
 
@@ -53,11 +56,13 @@ class RankTogether(Together):
         self._traffic: dict[int, tuple[Segment, Traffic]] = {}
         self._window: Window | None = None
         self._open: RankChannels | None = None
+        for segment in steps.segments:
+            ranks.proved(segment.ops)
 
     def devices(self, stages: list[Stage], window: Window, backend: Backend) -> list[OverlappedDevice]:
         """The one device of this rank."""
         self._window, me = window, self._ranks.device
-        return [RankOverlappedDevice(self._ranks.watch, me, self.steps.slots[me], stages, window, None)]
+        return [self._ranks.overlapped(me, self.steps.slots[me], stages, window)]
 
     def drop(self) -> None:
         """Forget what is in flight."""
@@ -93,6 +98,7 @@ class RankTogether(Together):
 
         def row() -> list[float]:
             work()
+            ranks.landed(self._open)
             found.extend(window.take(segment.finished))
             return [number for item in found for loss in item.losses for number in loss_numbers(loss)]
 
@@ -103,9 +109,9 @@ class RankTogether(Together):
         made = []
         for place, item in enumerate(found):
             rows = [own[FIXED + width * place : FIXED + width * (place + 1)] for own in table]
-            made.append(evolve(item, losses=[loss_from(rows, index) for index in range(losses)]))
+            made.append(evolve(item, losses=[ranks.here(loss_from(rows, index)) for index in range(losses)]))
         if ranks.outputs == "all" and ranks.spec.outputs:
-            parts = gather_objects(ranks.groups.pipeline, [item.outputs for item in made], ranks.place.devices)
+            parts = ranks.everywhere([item.outputs for item in made])
             owners = [ranks.homes[out.ref.index] for out in ranks.spec.outputs]
             made = [
                 evolve(item, outputs=[parts[owner][place][index] for index, owner in enumerate(owners)])

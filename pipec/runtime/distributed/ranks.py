@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from torch import Tensor
 
-from pipec.errors import RunError
 from pipec.ir import Plan
 from pipec.runtime.asynchronous.program import Steps
 from pipec.runtime.backends import Backend
@@ -21,14 +19,12 @@ from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, 
 from pipec.runtime.distributed.channels import RankChannels
 from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, SETTLE, SWITCH, Council
 from pipec.runtime.distributed.fit import check_plan, check_successor
-from pipec.runtime.distributed.group import gather_objects, make_groups, same_everywhere
+from pipec.runtime.distributed.group import Groups, gather_objects
 from pipec.runtime.distributed.held import Held
 from pipec.runtime.distributed.lines import Lines, connected
 from pipec.runtime.distributed.local import check_inputs, local_spec, tied_parameters
 from pipec.runtime.distributed.near import NearChannels
-from pipec.runtime.distributed.order import Orders
-from pipec.runtime.distributed.ordered import OrderedChannels
-from pipec.runtime.distributed.overlap import RankTogether
+from pipec.runtime.distributed.overlap import RankOverlappedDevice, RankTogether
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
 from pipec.runtime.distributed.sample import check_samples, sample_of
@@ -36,7 +32,6 @@ from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.distributed.wire import Frame
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import told
-from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.program import Op, Program, Route
 from pipec.runtime.randomness import Position
 from pipec.runtime.result import Result
@@ -50,36 +45,31 @@ class Ranks(Held):
 
     Args:
         plan, spec: the same on every rank.
-        mesh: a DeviceMesh with a dimension "pp", and "dp" for replicas; None: the whole world.
+        groups: between the hosts.
         timeout: seconds after which a rank that does not answer is given up.
         outputs: "owner": an output is in the result of the rank of its stage; "all": in everybody's.
     """
 
-    ordered: ClassVar[bool] = False  # values travel in one order per rank, as NCCL needs it
     near: ClassVar[bool] = True  # through memory where all ranks of a pipeline are on one host
 
-    def __init__(self, spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str) -> None:
-        if outputs not in ("owner", "all"):
-            raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
+    def __init__(self, spec: Spec, plan: Plan, groups: Groups, timeout: float, outputs: str) -> None:
         self.homes = [plan.stage_device(stage) for stage in range(len(spec.stages))]
         self._tied = tied_parameters(spec, self.homes)
-        check_plan(spec, plan, self._tied)
         self.spec, self.outputs, self._plan, self._timeout = spec, outputs, plan, timeout
-        self.groups = make_groups(plan, mesh, plan.data_parallel, timeout, self.ordered)
-        self.place = place = self.groups.place
+        self.groups, self.place = groups, groups.place
+        place = groups.place
         self.device, self.replica = place.device, place.replica
         self.me = place.everyone.index(dist.get_rank())
         name = gather_objects(self.groups.everyone, f"{time_ns()}", len(place.everyone))[0]
         self.watch = Watch(name, self.me, len(place.everyone))
         self.backend = RankBackend(place.ranks[place.replica], place.device)
         self._traffic: dict[int, tuple[Program, Traffic]] = {}
-        self._orders = Orders(self.device)
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
         self._closed = False
         losses = len(spec.losses)
         width = FIXED + max(LOSS_WIDTH * losses, losses + len(spec.inputs))
         self._lines: Lines | None = None
-        if self.near and not self.ordered:
+        if self.near:
             self._lines = connected(self.groups.pipeline, place.device, place.devices)
         between_all = self._lines if place.replicas == 1 else None
         self._council = Council(self.groups, self.watch, plan, width, timeout, between_all)
@@ -116,33 +106,6 @@ class Ranks(Held):
         own = {"failed": told(failure)} if failure is not None else summary(self.spec, self._plan, options)
         rows = gather_objects(self.groups.everyone, own, len(self.place.everyone))
         compare(rows, self.place.everyone, dist.get_rank())
-
-    def share(self, stages: Sequence[Stage]) -> None:
-        """Give parameters that several ranks hold the values of one: shared ones, and those of all replicas."""
-        place = self.place
-        for one in self._tied:
-            owner = place.ranks[self.replica][self.homes[one.stages[0]]]
-            same_everywhere(one.parameter, self.groups.pipeline, owner)
-        if self.groups.replicas is not None:
-            held = {id(t): t for stage in stages for _, t in stage.named_parameters()}
-            held |= {id(t): t for stage in stages for module in stage.modules for t in module.buffers()}
-            for tensor in held.values():
-                same_everywhere(tensor, self.groups.replicas, place.ranks[0][self.device])
-
-    def trained(self, stages: Sequence[Stage]) -> list[list[Tensor]]:
-        """Of other ranks' stages the shared parameters that are held here too."""
-        made = [stage.trainable() for stage in stages]
-        here = {id(parameter) for own in made for parameter in own}
-        for number, device in enumerate(self.homes):
-            if device != self.device:
-                made[number] = [t.parameter for t in self._tied if number in t.stages and id(t.parameter) in here]
-        return made
-
-    def shared(self, trained: Sequence[list[Tensor]]) -> set[int]:
-        """With replicas, all: each REDUCE adds up what this step made, and nothing that was there before."""
-        if self.place.replicas > 1:
-            return {id(parameter) for own in trained for parameter in own}
-        return shared_parameters(trained)
 
     def reduce(self, stage: int, failed: bool) -> None:
         """Begin the REDUCE of a stage."""
@@ -214,23 +177,29 @@ class Ranks(Held):
         if id(program) not in self._traffic:
             self._traffic[id(program)] = program, traffic(plan, program.ops, self.device)
         own = self._traffic[id(program)][1]
+        channels = self.channels(plan, own, step.batch.forms)
         self._reducer = None
         if plan.training and (self._tied or self.place.replicas > 1):
-            self._reducer = Reducer(self.groups, self._tied, self.homes, step.accumulators, self._timeout)
-        channels = self.channels(plan, own, step.batch.forms)
-        return [RankDevice(self.watch, self.device, program.slots[self.device], stages, step, channels)], channels
+            self._reducer = self.reducer(step, channels)
+        return [self.rank_device(self.device, program.slots[self.device], stages, step, channels)], channels
+
+    def rank_device(self, *args: Any) -> Device:
+        """The device of this rank; the arguments are those of a Device."""
+        return RankDevice(self.watch, *args)
+
+    def overlapped(self, *args: Any) -> RankOverlappedDevice:
+        """The same in an asynchronous plan, which gives it channels for each segment."""
+        return RankOverlappedDevice(self.watch, *args, None)
+
+    def reducer(self, step: Step, channels: Any) -> Reducer:
+        """The REDUCE tasks of one step."""
+        return Reducer(self.groups, self._tied, self.homes, step.accumulators, self._timeout)
 
     def channels(
         self, plan: Plan, own: Traffic, forms: Sequence[Any] | None, received: dict[Route, int] | None = None
     ) -> Any:
         """The channels of this rank during one run of its tasks of ``plan``."""
         self._council.at = plan
-        if self.ordered:
-            groups, ranks = (self.groups.tensors, self.groups.pipeline), self.place.ranks[self.replica]
-            return OrderedChannels(
-                groups, ranks, self.device, own, self._orders.of(own.ops), self._frames[plan.training], forms,
-                self._timeout, torch.device("cpu"), self._council.lost, received,
-            )
         if self._lines is not None:
             return NearChannels(
                 self._lines, self.device, own, self._frames[plan.training], forms, self._timeout, self._council.lost,
@@ -250,16 +219,32 @@ class Ranks(Held):
         """
         def row() -> list[float]:
             work()
+            self.landed(channels)
             return loss_row(step, self._council.at, self.device)
 
         table = self.ended(lambda: channels, row, step.plan.training)
         replica = table[self.replica * self.place.devices : (self.replica + 1) * self.place.devices]
-        outputs = None
-        if self.outputs == "all":
-            group = self.groups.pipeline
-            outputs = lambda own: gather_objects(group, own, self.place.devices)  # noqa: E731
-        return gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
-                               [row[FIXED:] for row in replica], outputs)
+        result = gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
+                                 [row[FIXED:] for row in replica], self.everywhere if self.outputs == "all" else None)
+        return evolve(result, losses={name: self.here(loss) for name, loss in result.losses.items()})
+
+    def landed(self, channels: Any) -> None:
+        """What this rank has queued on a device has ended."""
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """Everybody's value, of this replica, with its tensors where this rank's are."""
+        return gather_objects(self.groups.pipeline, value, self.place.devices)
+
+    def proved(self, ops: Sequence[Sequence[Op]]) -> None:
+        """Raise RunError when the ranks cannot run these tasks of all devices."""
+
+    def prepared(self, plan: Plan) -> Program | None:
+        """The program of a plan, when it had to be made to prove that the ranks can run it.
+
+        Raises:
+            RunError: they cannot.
+        """
+        return None
 
     def ended(
         self, channels: Callable[[], Any], work: Callable[[], list[float]], training: bool,
@@ -349,7 +334,7 @@ class Ranks(Held):
 
     def adopt(self, plan: Plan) -> None:
         """Go on with another plan."""
-        self._plan, self._traffic, self._orders = plan, {}, Orders(self.device)
+        self._plan, self._traffic = plan, {}
         for frames in self._frames.values():
             frames.clear()
 

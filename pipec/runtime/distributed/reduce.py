@@ -8,7 +8,7 @@ up itself, in ascending order of the stages, as one process would: all replicas 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -68,7 +68,7 @@ class Reducer:
                 continue
             for stage in one.stages:
                 if self._devices[stage] != self._me:
-                    place = _place(self._accumulators[stage].parameters, one.parameter)
+                    place = place_of(self._accumulators[stage].parameters, one.parameter)
                     buffers = [torch.zeros(1), torch.empty(one.parameter.shape, dtype=one.parameter.dtype)]
                     part = Part(stage, place, self._devices[stage], buffers)
                     part.works = [
@@ -90,18 +90,7 @@ class Reducer:
             self._hand_over(stage, failed)
 
     def _sum(self, stage: int, failed: bool) -> None:
-        own = self._accumulators[stage]
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for place, parameter in enumerate(own.parameters):
-            by_dtype.setdefault(parameter.dtype, []).append(place)
-        for places in by_dtype.values():
-            rows, has = [], []
-            for place in places:
-                total = None if failed else own.sums[place]
-                if total is not None and total.is_sparse:
-                    total = total.to_dense()
-                has.append(float(total is not None))
-                rows.append((torch.zeros_like(own.parameters[place]) if total is None else total).reshape(-1))
+        for places, rows, has in rows_of(self._accumulators[stage], failed):
             flat = torch.cat([*rows, torch.tensor(has, dtype=rows[0].dtype)])
             work = dist.all_reduce(flat, group=self._groups.replicas, async_op=True)
             self._sums.append(Sum(stage, places, flat, work))
@@ -112,7 +101,7 @@ class Reducer:
             if stage not in one.stages or not one.parameter.requires_grad:
                 continue
             own = self._accumulators[stage]
-            total = None if failed else own.sums[_place(own.parameters, one.parameter)]
+            total = None if failed else own.sums[place_of(own.parameters, one.parameter)]
             if total is not None and total.is_sparse:
                 total = total.to_dense()
             buffers = [torch.tensor([float(total is not None)]),
@@ -162,7 +151,21 @@ class Reducer:
                 own.give(place, torch.empty_like(parameter).copy_(row.view(parameter.shape)))
 
 
-def _place(parameters: Sequence[Tensor], wanted: Tensor) -> int:
+def rows_of(own: Accumulator, failed: bool) -> Iterator[tuple[list[int], list[Tensor], list[float]]]:
+    """A stage's sums by dtype: places of the parameters, each sum as a row, and whether there is one."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place, parameter in enumerate(own.parameters):
+        by_dtype.setdefault(parameter.dtype, []).append(place)
+    for places in by_dtype.values():
+        rows, has = [], []
+        for place in places:
+            total = None if failed else own.sums[place]
+            if total is not None and total.is_sparse:
+                total = total.to_dense()
+            has.append(float(total is not None))
+            rows.append((torch.zeros_like(own.parameters[place]) if total is None else total).reshape(-1))
+        yield places, rows, has
+
+
+def place_of(parameters: Sequence[Tensor], wanted: Tensor) -> int:
     return next(place for place, parameter in enumerate(parameters) if parameter is wanted)
-
-

@@ -1,0 +1,222 @@
+"""One rank on a GPU, and who takes part in a distributed run: the devices of all ranks, and how values travel."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipec.errors import RankError, RunError
+from pipec.ir import Plan
+from pipec.runtime.distributed.backend import Traffic
+from pipec.runtime.distributed.carriers import Carrier, Staged, Wired
+from pipec.runtime.distributed.claims import Transport, check_claims, claim, local_place
+from pipec.runtime.distributed.fit import check_plan
+from pipec.runtime.distributed.gpus import Gpus
+from pipec.runtime.distributed.group import (
+    Groups,
+    gather_objects,
+    layouts,
+    make_device_groups,
+    make_groups,
+)
+from pipec.runtime.distributed.held import on_host
+from pipec.runtime.distributed.local import tied_parameters
+from pipec.runtime.distributed.order import Orders
+from pipec.runtime.distributed.ordered import OrderedChannels
+from pipec.runtime.distributed.ranks import Ranks
+from pipec.runtime.distributed.reduce import Reducer
+from pipec.runtime.distributed.streams import RankStreams, StreamBackend, StreamDevice, StreamOverlappedDevice
+from pipec.runtime.distributed.totals import Road, StagedRoad, Totals, WiredRoad
+from pipec.runtime.distributed.wires import Wire
+from pipec.runtime.executor import Device
+from pipec.runtime.program import Op, Program, Route, build_program
+from pipec.runtime.stages import Stage
+from pipec.runtime.step import Step
+from pipec.spec import Spec
+from pipec.tree import tree_map
+
+
+def make_ranks(
+    spec: Spec, plan: Plan, mesh: Any, timeout: float, outputs: str, devices: Any, gpus: Gpus
+) -> Ranks:
+    """This rank, on the device that is its, with the transport that all ranks share.
+
+    Args:
+        mesh: a DeviceMesh with a dimension "pp", and "dp" for replicas; None: the whole world.
+        devices: as given to the Runner.
+
+    Raises:
+        RunError: the plan, the number of processes or this rank's device does not fit.
+        RankError: another rank's device does not, or two of them do not fit together.
+    """
+    if outputs not in ("owner", "all"):
+        raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
+    check_plan(spec, plan, tied_parameters(spec, [plan.stage_device(stage) for stage in range(len(spec.stages))]))
+    groups = make_groups(plan, mesh, plan.data_parallel, timeout)
+    try:
+        place, rank = groups.place, dist.get_rank()
+        hosts = gather_objects(groups.everyone, socket.gethostname(), len(place.everyone))
+        local = local_place(hosts, place.everyone.index(rank))
+        mine, device = claim(devices, place.device, local, gpus)
+        transport = check_claims(gather_objects(groups.everyone, mine, len(place.everyone)), place.everyone, rank)
+        if device is None:
+            return Ranks(spec, plan, groups, timeout, outputs)
+        _open(groups, plan, mesh, timeout, transport, gpus, device.type)
+        return GpuRanks(spec, plan, groups, timeout, outputs, transport, gpus, device)
+    except BaseException:
+        groups.close()
+        raise
+
+
+def _open(
+    groups: Groups, plan: Plan, mesh: Any, timeout: float, transport: Transport, gpus: Gpus, kind: str
+) -> None:
+    """Make the groups that the transport needs."""
+    blocks = layouts(plan, mesh, plan.data_parallel)
+    if transport is Transport.STAGED:
+        limit = timedelta(seconds=timeout)
+        make_device_groups(groups, blocks, None, lambda row: dist.new_group(list(row), timeout=limit, backend="gloo"))
+        return
+    backend = gpus.backends()[kind]
+    make_device_groups(groups, blocks, *[lambda row: gpus.group(row, backend, timeout)] * 2)
+
+
+class GpuRanks(Ranks):
+    """One process per device, which is a GPU; tables, headers and descriptions go between the hosts.
+
+    Attributes:
+        transport: how values travel.
+        streams: this rank's.
+    """
+
+    near = False  # values are on GPUs
+
+    def __init__(
+        self, spec: Spec, plan: Plan, groups: Groups, timeout: float, outputs: str, transport: Transport, gpus: Gpus,
+        device: torch.device,
+    ) -> None:
+        super().__init__(spec, plan, groups, timeout, outputs)
+        try:
+            self.transport, self._named = transport, str(device)
+            self.memory = gpus.memory(device)
+            api = gpus.streams(self.memory)
+            self.streams = RankStreams(api, self.memory, self.device)
+            self.backend = StreamBackend(self.streams, self.place.ranks[self.replica], self.device)
+            self._orders = Orders(self.device, self.place.replicas)
+            self._wire: Wire | None = None
+            self._sums: Wire | None = None
+            if transport is Transport.WIRED:
+                self._wire = gpus.wire(api, groups.tensors, self.memory, f"wire {self.device}", timeout)
+                if groups.totals is not None:
+                    self._sums = gpus.wire(api, groups.totals, self.memory, f"sums {self.device}", timeout)
+                self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self) -> None:
+        """The first call of each group, which connects its ranks: by all of them, and in one order."""
+        for wire in (self._wire, self._sums):
+            if wire is not None:
+                wire.wait(wire.total("meets", torch.ones(1, device=self.memory)))
+        if not self.streams.ended(self._timeout):
+            raise RankError(f"the GPUs of the ranks did not connect within {self._timeout:g} s")
+
+    # -- before the first step ------------------------------------------------------------------------------
+
+    def real(self, plan: Plan) -> list[torch.device] | None:
+        """Every stage that is here is on this rank's GPU."""
+        return None if self.memory.type == "cpu" else [self.memory] * plan.devices
+
+    def proved(self, ops: Sequence[Sequence[Op]]) -> None:
+        """Raise RunError when the ranks cannot run these tasks of all devices in one order each."""
+        if self.transport is Transport.WIRED:
+            self._orders.of(ops)
+
+    def prepared(self, plan: Plan) -> Program | None:
+        """The program of a synchronous plan, proved to have an order of transfers that all ranks can keep.
+
+        Raises:
+            RunError: it has none.
+        """
+        if plan.asynchronous:
+            return None
+        program = build_program(plan)
+        self.proved(program.ops)
+        return program
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on with another plan."""
+        super().adopt(plan)
+        self._orders = Orders(self.device, self.place.replicas)
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def rank_device(self, *args: Any) -> Device:
+        """The device of this rank."""
+        return StreamDevice(self.streams, self.watch, *args)
+
+    def overlapped(self, *args: Any) -> StreamOverlappedDevice:
+        """The same in an asynchronous plan."""
+        return StreamOverlappedDevice(self.streams, self.watch, *args, None)
+
+    def reducer(self, step: Step, channels: Any) -> Reducer:
+        """The REDUCE tasks of one step."""
+        streams = self.streams
+        if self._wire is not None:
+            road: Road = WiredRoad(self._wire, self._sums, self.place.ranks[self.replica])
+        else:
+            road = StagedRoad(streams.api, self.groups, streams.compute, streams.out, self._timeout)
+        made = Totals(self.groups, self._tied, self.homes, step.accumulators, self._timeout, road)
+        made.channels = channels
+        return made
+
+    def channels(
+        self, plan: Plan, own: Traffic, forms: Sequence[Any] | None, received: dict[Route, int] | None = None
+    ) -> Any:
+        """The channels of this rank during one run of its tasks of ``plan``."""
+        self._council.at = plan
+        streams, hosts = self.streams, self.groups.pipeline
+        if self._wire is not None:
+            carrier: Carrier = Wired(streams.api, self._wire, streams.compute, self.memory)
+        else:
+            carrier = Staged(streams.api, hosts, streams.compute, streams.out, self.memory)
+        return OrderedChannels(
+            carrier, hosts, self.place.ranks[self.replica], self.device, own, self._orders.of(own.ops),
+            self._frames[plan.training], forms, self._timeout, self._council.lost, received,
+        )
+
+    def landed(self, channels: OrderedChannels | None) -> None:
+        """Wait until the GPU has done what was queued.
+
+        Raises:
+            RankError: it has not in time: a rank that it exchanges values with is gone, or stands.
+        """
+        if self.streams.ended(self._timeout) or channels is None:
+            return
+        me = dist.get_rank()
+        channels.broken = RankError(
+            f"{self._named} of rank {me} has not ended its tasks within {self._timeout:g} s after they were queued; a "
+            "rank that it exchanges values with is gone or stands, or a task runs longer than Runner(timeout=)", me,
+        )
+        self.streams.gone.append(channels)
+        raise channels.broken
+
+    def here(self, tensor: Any) -> Any:
+        """A tensor of the host on this rank's GPU."""
+        return tensor.to(self.memory) if isinstance(tensor, Tensor) else tensor
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """Everybody's value, of this replica, with its tensors on this rank's GPU."""
+        return [tree_map(self.here, one) for one in super().everywhere(on_host(value))]
+
+    def norm(self, stages: Sequence[Stage], norm_type: float) -> Tensor:
+        """The norm of the gradients of all stages, on this rank's GPU."""
+        total: Tensor = self.here(super().norm(stages, norm_type))
+        return total

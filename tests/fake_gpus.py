@@ -1,0 +1,93 @@
+"""GPUs that are not there: names and streams that are written down, tensors in the host's memory, real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+import pipec
+from pipec.runtime.distributed.gpus import Distributed
+from pipec.runtime.distributed.wires import RecordedWire
+from pipec.runtime.stream_api import Call, Recorder
+
+KINDS = {"wired": {"cpu": "gloo", "cuda": "nccl"}, "staged": {"cpu": "gloo", "cuda": "gloo"}}
+
+
+class FakeGpus:
+    """As many GPUs as are asked for; ``how``: "wired", as if the process group had NCCL for them, or "staged".
+
+    Attributes:
+        made: what was made last.
+        recorder: the calls of all streams.
+        wires: every wire, in the order they were made.
+    """
+
+    made: ClassVar[FakeGpus]
+
+    def __init__(self, how: str = "wired", count: int = 8, backends: dict[str, str] | None = None) -> None:
+        self.count, self._backends = count, KINDS[how] if backends is None else backends
+        self.recorder, self.wires = Recorder(), list[RecordedWire]()
+        FakeGpus.made = self
+
+    def found(self) -> tuple[str, int]:
+        return "cuda", self.count
+
+    def backends(self) -> dict[str, str]:
+        return self._backends
+
+    def identity(self, device: torch.device) -> str:
+        return f"serial number {device.index}"
+
+    def memory(self, device: torch.device) -> torch.device:
+        return torch.device("cpu", device.index)
+
+    def streams(self, device: torch.device) -> Recorder:
+        return self.recorder
+
+    def group(self, ranks: Sequence[int], backend: str, timeout: float) -> Any:
+        assert backend == "nccl"
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend="gloo")
+
+    def wire(self, api: Any, group: Any, device: torch.device, name: str, timeout: float) -> RecordedWire:
+        self.wires.append(RecordedWire(api, group, device, name, timeout))
+        return self.wires[-1]
+
+    def calls(self) -> list[Call]:
+        """What was called since the last time."""
+        calls = list(self.recorder.calls)
+        self.recorder.calls.clear()
+        return calls
+
+
+class _Runners:
+    """``pipec.Runner`` on GPUs that are not there."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if "backend" in options:  # what is compared with
+            return RUNNER(*args, **options)
+        return RUNNER(*args, devices="cuda", backend=Distributed(FakeGpus(self.how)), **options)
+
+
+RUNNER = pipec.Runner
+
+
+@contextmanager
+def on_gpus(how: str) -> Iterator[None]:
+    """Runners made inside are on them."""
+    pipec.Runner = _Runners(how)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        pipec.Runner = RUNNER  # type: ignore[misc]
+
+
+__all__ = ["FakeGpus", "on_gpus", "partial"]
