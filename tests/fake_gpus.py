@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,10 +28,11 @@ class FakeGpus:
     """
 
     made: ClassVar[FakeGpus]
+    recording: ClassVar[type[Recorder]] = Recorder
 
     def __init__(self, how: str = "wired", count: int = 8, backends: dict[str, str] | None = None) -> None:
         self.count, self._backends = count, KINDS[how] if backends is None else backends
-        self.recorder, self.wires = Recorder(), list[RecordedWire]()
+        self.recorder, self.wires = self.recording(), list[RecordedWire]()
         FakeGpus.made = self
 
     def found(self) -> tuple[str, int]:
@@ -72,9 +72,9 @@ class _Runners:
         self.how = how
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if "backend" in options:  # what is compared with
+        if options.get("backend") is not None:  # what is compared with
             return RUNNER(*args, **options)
-        return RUNNER(*args, devices="cuda", backend=Distributed(FakeGpus(self.how)), **options)
+        return RUNNER(*args, **options | {"devices": "cuda", "backend": Distributed(FakeGpus(self.how))})
 
 
 RUNNER = pipec.Runner
@@ -90,4 +90,7 @@ def on_gpus(how: str) -> Iterator[None]:
         pipec.Runner = RUNNER  # type: ignore[misc]
 
 
-__all__ = ["FakeGpus", "on_gpus", "partial"]
+def there(rank: int, how: str, fn: Any, *args: Any) -> Any:
+    """What ``fn(rank, *args)`` gives on them."""
+    with on_gpus(how):
+        return fn(rank, *args)

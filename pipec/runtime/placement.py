@@ -35,6 +35,7 @@ def real_devices(given: Any, backend: Any, count: int) -> list[torch.device] | N
                 f"{asked} needs a GPU, but torch {found} here; leave {asked.split('=')[0]}= out to run on the CPU, or "
                 "use backend='lanes' for the same lanes and copies on it"
             )
+        _check_backend(backend, torch.device(kind))
         return [torch.device(kind, number % there) for number in range(count)]
     devices = [_indexed(_device(one)) for one in given]
     kinds = sorted({device.type for device in devices})
@@ -51,9 +52,13 @@ def real_devices(given: Any, backend: Any, count: int) -> list[torch.device] | N
     if missing:
         known = f"{kind}:0 to {kind}:{there - 1}" if there else "no GPU, only the CPU"
         raise RunError(f"devices {', '.join(missing)} are not here; torch finds {known}")
-    if isinstance(backend, str) and backend not in ("auto", "cuda"):
-        raise RunError(f"backend={backend!r} runs on the CPU; leave backend= out, or give 'cuda', for {devices[0]}")
+    _check_backend(backend, devices[0])
     return devices
+
+
+def _check_backend(backend: Any, device: torch.device) -> None:
+    if isinstance(backend, str) and backend not in ("auto", "cuda"):
+        raise RunError(f"backend={backend!r} runs on the CPU; leave backend= out, or give 'cuda', for {device}")
 
 
 def accelerators() -> tuple[str, int]:

@@ -69,7 +69,7 @@ def problems(plan: Plan, calls: Sequence[Call], until: int | None = None) -> lis
             continue
         if first in at and second in at and not happened.ordered(at[first], at[second]):
             found.append(f"{tasks[second]} {what} {tasks[first]}")
-    found += _inputs(plan, happened, places, at, tasks)
+    found += input_problems(plan, happened, places, at, tasks)
     return found + memory_problems(calls) + _callers(calls, happened)
 
 
@@ -139,7 +139,7 @@ def _streams(plan: Plan, happened: Happened, at: dict[int, int], tasks: list[str
     return found + [f"{stream} runs with {seen} current" for stream, seen in devices.items() if len(seen) != 1]
 
 
-def _inputs(
+def input_problems(
     plan: Plan, happened: Happened, places: dict[str, int], at: dict[int, int], tasks: list[str]
 ) -> list[str]:
     """Whoever reads an input comes after its copy to the device; one that is the same for all goes with the first."""

@@ -130,7 +130,7 @@ class Wired:
             if not leg.sends:
                 with self._api.on(self._compute, what=f"memory for {leg.name}"):
                     leg.buffers.extend(room(leg.frame, self.memory))
-        group = Group(None, [(leg.name, leg.buffers) for leg in legs if leg.sends and leg.buffers])
+        group = Group(None, [(f"{leg.name} sent", leg.buffers) for leg in legs if leg.sends and leg.buffers])
         for leg in legs:
             if not leg.sends:
                 self._coming[leg.task] = group, leg.name, leg.buffers
@@ -156,7 +156,7 @@ class Wired:
         if not buffers:
             return
         if group in self._groups:
-            group.held.append((name, buffers))
+            group.held.append((f"{name} unread", buffers))
         else:  # the compute stream is past it
             self._api.free(self._compute, f"{name} unread", buffers)
 
@@ -173,7 +173,7 @@ class Wired:
         while True:
             ended = self._groups.popleft()
             for name, buffers in ended.held:
-                self._api.free(self._compute, f"{name} sent", buffers)
+                self._api.free(self._compute, name, buffers)
             if ended is group:
                 return
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import RankError, RunError
-from pipec.ir import Plan
+from pipec.ir import Kind, Plan
 from pipec.runtime.distributed.backend import Traffic
 from pipec.runtime.distributed.carriers import Carrier, Staged, Wired
 from pipec.runtime.distributed.claims import Transport, check_claims, claim, local_place
@@ -24,6 +24,7 @@ from pipec.runtime.distributed.group import (
     layouts,
     make_device_groups,
     make_groups,
+    new_group,
 )
 from pipec.runtime.distributed.held import on_host
 from pipec.runtime.distributed.local import tied_parameters
@@ -33,7 +34,7 @@ from pipec.runtime.distributed.ranks import Ranks
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.streams import RankStreams, StreamBackend, StreamDevice, StreamOverlappedDevice
 from pipec.runtime.distributed.totals import Road, StagedRoad, Totals, WiredRoad
-from pipec.runtime.distributed.wires import Wire
+from pipec.runtime.distributed.wires import Leg, Wire
 from pipec.runtime.executor import Device
 from pipec.runtime.program import Op, Program, Route, build_program
 from pipec.runtime.stages import Stage
@@ -81,7 +82,7 @@ def _open(
     blocks = layouts(plan, mesh, plan.data_parallel)
     if transport is Transport.STAGED:
         limit = timedelta(seconds=timeout)
-        make_device_groups(groups, blocks, None, lambda row: dist.new_group(list(row), timeout=limit, backend="gloo"))
+        make_device_groups(groups, blocks, None, lambda row: new_group(row, limit))
         return
     backend = gpus.backends()[kind]
     make_device_groups(groups, blocks, *[lambda row: gpus.group(row, backend, timeout)] * 2)
@@ -107,7 +108,7 @@ class GpuRanks(Ranks):
             self.memory = gpus.memory(device)
             api = gpus.streams(self.memory)
             self.streams = RankStreams(api, self.memory, self.device)
-            self.backend = StreamBackend(self.streams, self.place.ranks[self.replica], self.device)
+            self.backend: StreamBackend = StreamBackend(self.streams, self.place.ranks[self.replica], self.device)
             self._orders = Orders(self.device, self.place.replicas)
             self._wire: Wire | None = None
             self._sums: Wire | None = None
@@ -115,16 +116,23 @@ class GpuRanks(Ranks):
                 self._wire = gpus.wire(api, groups.tensors, self.memory, f"wire {self.device}", timeout)
                 if groups.totals is not None:
                     self._sums = gpus.wire(api, groups.totals, self.memory, f"sums {self.device}", timeout)
-                self._meet()
+                self._meet(plan)
         except BaseException:
             self.close()
             raise
 
-    def _meet(self) -> None:
-        """The first call of each group, which connects its ranks: by all of them, and in one order."""
+    def _meet(self, plan: Plan) -> None:
+        """The first call of each group, which connects its ranks: by all of them, and in one order.
+
+        Two ranks are connected by their first transfer, and their hosts wait for each other then. In a step the one
+        might wait so for a transfer far ahead that the other cannot come to.
+        """
         for wire in (self._wire, self._sums):
             if wire is not None:
                 wire.wait(wire.total("meets", torch.ones(1, device=self.memory)))
+        if self._wire is not None:
+            for legs in meetings(self.device, routes_of(plan), self.place.ranks[self.replica], self.memory):
+                self._wire.wait(self._wire.issue(legs))
         if not self.streams.ended(self._timeout):
             raise RankError(f"the GPUs of the ranks did not connect within {self._timeout:g} s")
 
@@ -153,6 +161,8 @@ class GpuRanks(Ranks):
 
     def adopt(self, plan: Plan) -> None:
         """Go on with another plan."""
+        if routes_of(plan) - routes_of(self._plan):
+            self._meet(plan)
         super().adopt(plan)
         self._orders = Orders(self.device, self.place.replicas)
 
@@ -205,7 +215,7 @@ class GpuRanks(Ranks):
             f"{self._named} of rank {me} has not ended its tasks within {self._timeout:g} s after they were queued; a "
             "rank that it exchanges values with is gone or stands, or a task runs longer than Runner(timeout=)", me,
         )
-        self.streams.gone.append(channels)
+        self.backend.farewell(channels, (me, str(channels.broken)))
         raise channels.broken
 
     def here(self, tensor: Any) -> Any:
@@ -220,3 +230,24 @@ class GpuRanks(Ranks):
         """The norm of the gradients of all stages, on this rank's GPU."""
         total: Tensor = self.here(super().norm(stages, norm_type))
         return total
+
+
+def routes_of(plan: Plan) -> set[Route]:
+    """Pairs of devices between which values or gradients travel."""
+    copies = plan.table.kind == Kind.COPY
+    return set(zip(plan.table.device[copies].tolist(), plan.table.peer[copies].tolist(), strict=True))
+
+
+def meetings(me: int, routes: Collection[Route], ranks: Sequence[int], memory: torch.device) -> list[list[Leg]]:
+    """One transfer of a byte on every route of device ``me``, in rounds: in each all devices send so many places on."""
+    count, rounds = len(ranks), []
+    for by in range(1, count):
+        there, back = (me + by) % count, (me - by) % count
+        legs = [
+            Leg(-1, f"meets {source}>{target}", peer, ranks[peer], source == me, None,
+                [torch.ones(1, dtype=torch.uint8, device=memory)])
+            for source, target, peer in ((me, there, there), (back, me, back)) if (source, target) in routes
+        ]
+        if legs:
+            rounds.append(legs)
+    return rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float) -> Groups:
 def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta) -> Groups | None:
     """Every process makes all groups, in this order."""
     def new(members: Sequence[int]) -> Any:
-        return dist.new_group(list(members), timeout=timeout, backend="gloo")
+        return new_group(members, timeout)
 
     everyone = tuple(rank for row in ranks for rank in row)
     world = new(everyone)
@@ -143,6 +144,22 @@ def _groups(ranks: tuple[tuple[int, ...], ...], me: int, timeout: timedelta) -> 
     replica, device = divmod(everyone.index(me), len(ranks[0]))
     place = Place(device, replica, ranks)
     return Groups(place, rows[replica], columns[device] if columns else None, world)
+
+
+def new_group(members: Sequence[int], timeout: timedelta) -> Any:
+    """A group of gloo in which a rank's number is its place among ``members``.
+
+    Raises:
+        RunError: this version of torch numbers them by their ranks in the world, which are in another order.
+    """
+    if list(members) == sorted(members):
+        return dist.new_group(list(members), timeout=timeout, backend="gloo")
+    if "sort_ranks" not in signature(dist.new_group).parameters:
+        raise RunError(
+            f"the mesh has the ranks {', '.join(map(str, members))} in this order, and this version of torch makes "
+            "groups of ascending ranks only; let them ascend along 'pp' and 'dp', or use a newer torch"
+        )
+    return dist.new_group(list(members), timeout=timeout, backend="gloo", sort_ranks=False)
 
 
 def make_device_groups(

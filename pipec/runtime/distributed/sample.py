@@ -19,19 +19,22 @@ from pipec.spec import Spec
 from pipec.tree import flatten
 
 ELEMENTS = 64  # about as many of each tensor are looked at
-NOTHING = -1  # for an input that was left out
+NOTHING = -1  # for an input that was left out, or is not looked at
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def sample_of(value: Any) -> int:
-    """A number that differs where values differ in form or in one of the elements looked at; -1 for no value."""
+    """A number that differs where values differ in form or in one of the elements looked at; -1 for no value, and for
+    one that is on a device."""
     if value is MISSING:
         return NOTHING
     found = 0
     for leaf in flatten(value)[0]:
         if isinstance(leaf, Tensor):
+            if leaf.device.type != "cpu":
+                return NOTHING  # the host would have to wait for it, and another rank may have the same on the CPU
             found = zlib.crc32(f"{tuple(leaf.shape)}".encode(), found)
-            if leaf.device.type == "cpu" and type(leaf) is Tensor and leaf.layout is torch.strided and leaf.numel():
+            if type(leaf) is Tensor and leaf.layout is torch.strided and leaf.numel():
                 found = zlib.crc32(_elements(leaf), found)
         elif isinstance(leaf, PLAIN):
             found = zlib.crc32(repr(leaf).encode(), found)

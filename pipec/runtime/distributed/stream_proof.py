@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pipec.ir import Kind, Plan
 from pipec.races import orders_needed
 from pipec.runtime.stream_api import Call
-from pipec.runtime.stream_proof import Happened, memory_problems
+from pipec.runtime.stream_proof import Happened, input_problems, memory_problems
 
 FREES = "frees "  # what is sent is held beside the plan's own buffers: proved by its own calls
 
@@ -29,14 +29,15 @@ def rank_problems(plan: Plan, calls: Sequence[Call], me: int) -> list[str]:
     found = [f"the host waits for {call.what}" for call in calls if wired and call == Call("wait", "host", call.what)]
     at: dict[int, int] = {}
     for task, name, stream in _expected(plan, me, wired):
-        places = [n for n, call in enumerate(calls) if call.kind == "run" and call.what == name and _on(call, stream)]
-        if len(places) != 1:
-            found.append(f"{name} runs {len(places)} times on {stream}, not once")
+        own = [n for n, call in enumerate(calls) if call.kind == "run" and call.what == name and _on(call, stream)]
+        if len(own) != 1:
+            found.append(f"{name} runs {len(own)} times on {stream}, not once")
         else:
-            at[task] = places[0]
+            at[task] = own[0]
+    places = {call.what: n for n, call in enumerate(calls) if call.kind == "run"}
     tasks = {call.what: n for n, call in enumerate(calls) if call.kind == "run" and call.stream.startswith("caller")}
-    copies = [task for task in at if wired and plan.table.kind[task] == Kind.COPY]
-    for what, ids in (("tasks", _own(plan, me)), ("transfers", copies)):
+    copies = [task for task in at if plan.table.kind[task] == Kind.COPY]
+    for what, ids in (("tasks", _own(plan, me)), ("transfers", copies if wired else [])):
         order = [at[task] for task in ids if task in at]
         if order != sorted(order):
             found.append(f"the {what} of device {me} are in another order than the plan's")
@@ -50,6 +51,7 @@ def rank_problems(plan: Plan, calls: Sequence[Call], me: int) -> list[str]:
                 found.append(f"{names[task]} is not among the tasks of device {me}")
             elif not happened.ordered(tasks[names[task]], number):
                 found.append(f"{names[task]} leaves before its task")
+    found += input_problems(plan, happened, places, {task: n for task, n in at.items() if task not in copies}, names)
     return found + memory_problems(calls) + _ends(calls, happened)
 
 

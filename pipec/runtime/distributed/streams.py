@@ -22,7 +22,7 @@ from pipec.runtime.distributed.overlap import RankOverlappedDevice
 from pipec.runtime.executor import RECORDED, Device
 from pipec.runtime.program import Op
 from pipec.runtime.record import profiling
-from pipec.runtime.stream_api import StreamApi
+from pipec.runtime.stream_api import Event, StreamApi
 from pipec.runtime.stream_clock import StreamClock
 from pipec.runtime.stream_inputs import Inputs
 from pipec.runtime.stream_lanes import StreamLane
@@ -61,6 +61,7 @@ class RankStreams:
         self.out = api.stream(memory, f"out {me}")
         self.inputs = Inputs(api, {3 * me + Lane.IN: self._into})
         self._names: dict[int, tuple[Any, dict[int, str]]] = {}
+        self._end: Event | None = None
         self.gone: list[OrderedChannels] = []
 
     @property
@@ -75,10 +76,12 @@ class RankStreams:
         return self._names[id(ops)][1]
 
     def _enter(self, device: Device) -> StreamClock:
-        """Before a part of a step: copies of inputs may begin when the caller's stream has come so far."""
+        """Before a part of a step: the caller may have changed streams since the last one; copies of inputs may begin
+        when its stream has come so far."""
         step = device.step
-        before = self.api.record(self.compute)
-        self.api.wait(self._into.stream, before)
+        if self._end is not None:
+            self.api.wait(self.compute, self._end)
+        self.api.wait(self._into.stream, self.api.record(self.compute))
         if step.clock is None:
             step.clock = RankClock(self.api)
         step.clock.begin([(self.memory, self.compute)])
@@ -89,6 +92,7 @@ class RankStreams:
         """After it, whatever happened: inputs go when nothing reads them any more."""
         if self._into.used:
             self.api.wait(self.compute, self._into.end())
+        self._end = self.api.record(self.compute)
         self.inputs.forget([device])
 
     def run(self, device: Device, ops: Sequence[Op]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -98,9 +99,10 @@ class GroupWire:
                 work.wait()  # given a time it would hold the host
 
     def close(self) -> None:
-        backend = self._group._get_backend(self._device)
-        if hasattr(backend, "abort"):
-            backend.abort()  # leaving in peace waits for transfers whose other end is gone
+        with suppress(RuntimeError):
+            backend = self._group._get_backend(self._device)
+            if hasattr(backend, "abort"):
+                backend.abort()  # leaving in peace waits for transfers whose other end is gone
 
 
 @frozen(eq=False)

@@ -1,0 +1,155 @@
+"""Everything else of a rank's run on GPUs that are not there: numbers, sums of gradients, checkpoints, failures.
+
+Real processes, with gloo where NCCL would be; see fake_gpus.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_gpus import on_gpus, there
+from models import WIDTH, chain, data, of_modules, same
+from test_ranks_asynchronous import saved as saved_asynchronous
+from test_ranks_asynchronous import trained
+from test_ranks_failure import survived
+from test_ranks_numbers import differences, jumping, large
+from test_ranks_reduce import clip_tied, replicated, scaled, train_tied
+from test_ranks_saving import alone, resume, save, whole
+from torch import nn
+
+import pipec
+from pipec.runtime.distributed.streams import RankStreams
+
+HOW = ["wired", "staged"]
+
+
+def numbers(rank: int, size: int) -> list[str]:
+    """Large borders, values of every kind, batches of every size, evaluation in between."""
+    if size == 2:
+        return large(rank, 1 << 20, 2, "v", "zb-v")
+    given = [data(rows, seed) | {"ids": torch.arange(rows), "scale": 0.5 + seed} for seed, rows in
+             enumerate((16, 16, 7, 2))]
+    return differences(jumping, {"devices": 4, "schedule": "1f1b"}, given, 4, evaluate=True)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_numbers_are_those_of_the_reference(how: str, crew2: Any, crew4: Any) -> None:
+    assert crew2(there, how, numbers, 2) == [[]] * 2
+    assert crew4(there, how, numbers, 4) == [[]] * 4
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_of_shared_parameters_and_of_replicas(how: str, crew2: Any, crew4: Any) -> None:
+    assert crew2(there, how, train_tied, 2, "zb-h1", "adam", "all") == [[], []]
+    for kind, early, mesh in (("chain", True, False), ("tied", False, True)):
+        assert crew4(there, how, replicated, "1f1b", [6, 10], kind, early, mesh) == [[]] * 4
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_clipping_loss_scaling_and_checkpoints(how: str, crew2: Any, tmp_path: Any) -> None:
+    assert all(all(equal) and equal for equal in crew2(there, how, clip_tied, 2))
+    assert crew2(there, how, scaled, True) == [(True, 512.0, [1.0])] * 2
+    crew2(there, how, save, 2, 4, str(tmp_path / how))
+    assert same(whole(crew2(there, how, resume, 2, 4, str(tmp_path / how))), alone(2, 4, None, range(6)))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_asynchronous_plans(how: str, crew2: Any, tmp_path: Any) -> None:
+    assert crew2(there, how, trained, 2, "pipedream", {}) == [[]] * 2
+    assert same(crew2(there, how, saved_asynchronous, str(tmp_path / how)),
+                crew2(saved_asynchronous, str(tmp_path / "cpu")))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_failures_end_every_rank_and_change_nothing(how: str, crew4: Any) -> None:
+    for rank, (told, unchanged, equal, _) in enumerate(crew4(there, how, survived, "value", 2, 2, True, 4,
+                                                               {"schedule": "1f1b"})):
+        assert told[0] == ("ValueError" if rank == 2 else "RankError")
+        assert unchanged
+        assert equal
+
+
+def failed_replica(rank: int) -> Any:
+    """One replica fails in a backward: the sums of the other go to their end, in one order, and the next is right."""
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.armed = nn.Linear(WIDTH, WIDTH), rank == 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.armed:
+                x.register_hook(self.spring)
+            return self.line(x)
+
+        def spring(self, gradient: torch.Tensor) -> None:
+            if self.armed:
+                self.armed = False
+                raise ValueError("once")
+
+    torch.manual_seed(5)
+    net = of_modules(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Odd(), nn.Linear(WIDTH, WIDTH))
+    with pipec.Runner(net, pipec.compile(net, 2, 4, data_parallel=2)) as run:
+        try:
+            run.step(**data(8, rank // 2))
+        except (ValueError, pipec.RankError) as error:
+            told = type(error).__name__
+        clean = all(p.grad is None for p in run.parameters())
+        run.step(**data(8, rank // 2))
+        return told, clean, [p.grad for p in run.parameters()]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_failure_in_one_replica(how: str, crew4: Any) -> None:
+    found = crew4(there, how, failed_replica)
+    assert [told for told, _, _ in found] == ["RankError", "ValueError", "RankError", "RankError"]
+    assert all(clean for _, clean, _ in found)
+    for device in (0, 1):
+        assert same(found[device][2], found[device + 2][2])
+        assert all(gradient is not None for gradient in found[device][2])
+
+
+def gone(rank: int) -> str:
+    """A device that does not end what was queued: what is said after the time-out, and that nothing goes on."""
+    net = chain(4)
+    before = RankStreams.ended
+    with on_gpus("wired"), pipec.Runner(net, pipec.compile(net, 2, 4), timeout=2.0) as run:
+        run.step(**data(8))
+        RankStreams.ended = lambda self, timeout: rank == 0  # type: ignore[method-assign]
+        try:
+            run.step(**data(8))
+        except pipec.RankError as error:
+            told = str(error)
+        finally:
+            RankStreams.ended = before  # type: ignore[method-assign]
+        with pytest.raises(pipec.RankError, match="have lost each other"):
+            run.step(**data(8))
+    return told
+
+
+def test_a_device_that_does_not_end_is_given_up_after_the_timeout() -> None:
+    from ranks import crew
+
+    with crew(2) as made:
+        first, second = made(gone)
+    assert second.startswith("cuda:1 of rank 1 has not ended its tasks within 2 s after they were queued")
+    assert "rank 1" in first
+
+
+def traced(rank: int) -> tuple[list[int], bool]:
+    net = chain(4)
+    with on_gpus("wired"), pipec.Runner(net, pipec.compile(net, 2, 4, "gpipe")) as run:
+        for _ in range(2):
+            run.step(**data(8))
+        line = run.trace()
+    ends = {(one.device, str(one.task)): one.end for one in line.intervals}
+    starts = {(one.device, str(one.task)): one.start for one in line.intervals}
+    devices = [sum(device == d for device, _ in ends) for d in (0, 1)]
+    return devices, ends[0, "1F0"] <= starts[1, "2F0"] + 1.0
+
+
+def test_the_trace_has_the_tasks_of_all_devices(crew2: Any) -> None:
+    for devices, ordered_in_time in crew2(traced):
+        assert min(devices) >= 16
+        assert ordered_in_time
