@@ -40,11 +40,11 @@ class Call:
 
     leaves: tuple[Any, ...]
     layout: Any
-    direct: tuple[int, ...] | None  # all arguments positional and whole: their slots
+    direct: tuple[int, ...] | None  # all arguments positional and whole: their slots, OWN among them
 
     def fill(self, values: list[Any], own: Any = None) -> tuple[Any, dict[str, Any]]:
         if self.direct is not None:
-            return [values[slot] for slot in self.direct], {}
+            return [own if slot == OWN else values[slot] for slot in self.direct], {}
         leaves = [
             pick("an argument", own if leaf.slot == OWN else values[leaf.slot], leaf.path)
             if isinstance(leaf, Argument) else leaf
@@ -58,7 +58,7 @@ def make_call(args: Any, kwargs: Any, resolve: Callable[[Ref], Argument]) -> Cal
     leaves, layout = flatten((args, kwargs))
     filled = tuple(resolve(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves)
     plain = not kwargs and all(
-        isinstance(arg, Ref) and isinstance(leaf, Argument) and not leaf.path and leaf.slot != OWN
+        isinstance(arg, Ref) and isinstance(leaf, Argument) and not leaf.path
         for arg, leaf in zip(args, filled, strict=False)
     ) and len(filled) == len(args)
     return Call(filled, layout, tuple(leaf.slot for leaf in filled) if plain else None)

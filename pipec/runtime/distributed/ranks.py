@@ -14,6 +14,7 @@ from attrs import evolve
 from pipec.ir import Plan
 from pipec.runtime.asynchronous.program import Steps
 from pipec.runtime.backends import Backend
+from pipec.runtime.batch import MISSING
 from pipec.runtime.distributed.agree import FLUSH, compare, lengths_of, rows_of, same_call, summary, where_of
 from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
@@ -65,7 +66,7 @@ class Ranks(Held):
         self.backend = RankBackend(place.ranks[place.replica], place.device)
         self._traffic: dict[int, tuple[Program, Traffic]] = {}
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
-        self._closed = False
+        self._closed, self._elsewhere = False, list[int]()
         losses = len(spec.losses)
         width = FIXED + max(LOSS_WIDTH * losses, losses + len(spec.inputs))
         self._lines: Lines | None = None
@@ -120,7 +121,8 @@ class Ranks(Held):
     def inputs_elsewhere(self, stages: Sequence[Stage]) -> list[int]:
         """Inputs that no stage of this rank reads; they may be left out here."""
         here = {index for stage in stages if stage.fn is not None for index in stage.inputs}
-        return [index for index in range(len(self.spec.inputs)) if index not in here]
+        self._elsewhere = [index for index in range(len(self.spec.inputs)) if index not in here]
+        return self._elsewhere
 
     def position(self, position: Position) -> Position:
         """The random numbers of this replica: each draws its own, the first as one process would."""
@@ -167,6 +169,8 @@ class Ranks(Held):
             sum(max(own[FIXED + index] for own in block) for block in first) for index in range(len(counts))
         ]
         batch.measure(self._plan.minibatch, rows[self.replica], total, counts, length, self.place.replicas)
+        for index in self._elsewhere:  # not cut into microbatches here
+            batch.values[index] = MISSING
         self.watch.runs(batch.microbatches, training)
         return batch
 
