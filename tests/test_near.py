@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -271,6 +273,28 @@ def transport(rank: int) -> list[str]:
 
 def test_all_ranks_choose_alike(crew2: Any) -> None:
     assert crew2(transport) == [["Lines", "NoneType"]] * 2
+
+
+def forks_and_dies(rank: int) -> None:
+    """Rank 1 leaves a child behind that holds all its sockets."""
+    net = chain(2)
+    with pipec.Runner(net, pipec.compile(net, 2, 4), timeout=20.0) as run:
+        run.step(**data())
+        if rank == 1:
+            if os.fork() == 0:
+                time.sleep(4)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.step(**data())
+
+
+def test_a_rank_that_dies_is_named_at_once_whatever_its_children_hold() -> None:
+    with crew(2) as made:
+        begin = time.monotonic()
+        ((word, told),) = made.answers(forks_and_dies, of=1)
+        assert time.monotonic() - begin < 3.5
+    assert (word, told[0], told[2]) == ("raised", "RankError", 1)
+    assert "rank 1 has ended" in told[1]
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 gloo moves bytes in threads of its own, which take turns with the tasks where a rank has one core, and wake each other
 for every message. Here a value stands in memory that both ranks share (:mod:`.blocks`), a record of a few numbers says
-so, and the thread that waits for it is woken by the kernel itself. A rank that ends closes its lines, and the kernel
-tells the others at once.
+so, and the thread that waits for it is woken by the kernel itself. The kernel also tells at once that a rank has ended,
+even where children that it forked, a data loader's workers say, still hold its lines open.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ MOST = 64  # ranks: beyond, a rank would hold too many sockets
 SAME, CHANGED, FAILED, KNOWN, ROW, DROP, GONE = range(7)  # what a record says
 NUMBERS = struct.Struct("8q")  # of a record: status, turn, task, how many messages of the other direction have been
 # read, block, its size where it is told of for the first time, place and length of a description in it
+DAY = 86_400.0  # seconds
 ROOM = 1 << 16  # bytes of the longest record
 FILE = socket.CMSG_SPACE(array("i", [0]).itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 
@@ -70,6 +71,12 @@ class Lines:
         self._peers = {line.fileno(): peer for peer, line in sockets.items()}
         for number in self._peers:
             self._poll.register(number, select.POLLIN)
+        self._ends: dict[int, int] = {}  # descriptors of the ranks' processes: readable when one has ended
+        for peer, line in sockets.items():
+            with suppress(OSError, AttributeError):  # where the kernel has none, or the process has another name there
+                number = os.pidfd_open(_owner(line)[0])
+                self._poll.register(number, select.POLLIN)
+                self._ends[number] = peer
         self._buffer = memoryview(bytearray(ROOM))
         self._ended: dict[int, str] = {}  # ranks whose line is closed
         self._told: dict[int, tuple[int, str]] = {}  # what ranks said that gave up because another is gone
@@ -201,11 +208,17 @@ class Lines:
         if peer in self._ended:
             raise RuntimeError(self._ended[peer])
         left = end - monotonic()
-        ready = self._poll.poll(max(0.0, left * 1e3))
+        ready = self._poll.poll(max(0.0, min(left, DAY) * 1e3))
         if not ready and left <= 0:
             raise RuntimeError("timed out")
         for number, _ in ready:
-            self.take(self._peers[number])
+            if number in self._peers:
+                self.take(self._peers[number])
+                continue
+            self._poll.unregister(number)
+            while self.take(self._ends[number]):
+                pass
+            self._ended.setdefault(self._ends[number], f"the process of device {self._ends[number]} has ended")
 
     # -- tables ---------------------------------------------------------------------------------------------
 
@@ -238,6 +251,9 @@ class Lines:
     def close(self) -> None:
         for line in self._sockets.values():
             line.close()
+        for number in self._ends:
+            os.close(number)
+        self._ends = {}
 
 
 class GoneError(RuntimeError):
@@ -323,5 +339,11 @@ def _answered(door: socket.socket, lines: dict[int, socket.socket], count: int) 
 
 def _mine(line: socket.socket) -> bool:
     """Whether the other end is a process of this user: what comes on a line is trusted."""
-    user = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
-    return bool(user == os.getuid())
+    return _owner(line)[1] == os.getuid()
+
+
+def _owner(line: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    size = struct.calcsize("3i")
+    process, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return process, user
