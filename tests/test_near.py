@@ -240,6 +240,16 @@ def test_a_rank_that_gives_up_or_is_gone_is_told_to_whoever_waits() -> None:
             one.send((0, 1), 0, torch.ones(1))
 
 
+def test_what_was_sent_is_read_though_the_sender_has_left() -> None:
+    with pair(2) as made:
+        one, two = made.channels()
+        one.send((0, 1), 0, torch.ones(1))
+        one.send((0, 1), 0, torch.zeros(1))
+        made.lines[1].tell(0, lines_module.KNOWN)  # nobody reads that
+        made.lines[0].close()
+        assert [two.receive((0, 1))[1].item() for _ in range(2)] == [1.0, 0.0]
+
+
 def test_tables() -> None:
     with pair(1) as made:
         other: list[Any] = []

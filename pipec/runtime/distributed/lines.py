@@ -79,6 +79,7 @@ class Lines:
                 self._ends[number] = peer
         self._buffer = memoryview(bytearray(ROOM))
         self._ended: dict[int, str] = {}  # ranks whose line is closed
+        self._reset: set[int] = set()  # those whose line said so once
         self._told: dict[int, tuple[int, str]] = {}  # what ranks said that gave up because another is gone
         self._rows: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
         self._seen: dict[int, dict[int, Seen]] = {peer: {} for peer in sockets}
@@ -155,12 +156,13 @@ class Lines:
             count, extra, _, _ = self._sockets[peer].recvmsg_into([self._buffer], FILE, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
-        except ConnectionError:
+        except ConnectionError:  # it left something unread; what it has sent can still be read
+            if peer not in self._reset:
+                self._reset.add(peer)
+                return self.take(peer)
             count = 0
         if not count:
-            if peer not in self._ended:
-                self._ended[peer] = f"device {peer} has closed its line"
-                self._poll.unregister(self._sockets[peer])
+            self._over(peer, f"device {peer} has closed its line")
             return False
         status, turn, task, known, block, size, at, length = NUMBERS.unpack_from(self._buffer)
         rest = bytes(self._buffer[NUMBERS.size : count]) if count > NUMBERS.size else b""
@@ -177,6 +179,13 @@ class Lines:
         elif status == GONE:
             self._told.setdefault(peer, pickle.loads(rest))
         return True
+
+    def _over(self, peer: int, text: str) -> None:
+        """Nothing comes from a rank any more."""
+        self._ended.setdefault(peer, text)
+        number = self._sockets[peer].fileno()
+        if self._peers.pop(number, None) is not None:
+            self._poll.unregister(number)
 
     def _map(self, peer: int, block: int, size: int, extra: Sequence[Any]) -> None:
         files = array("i")
@@ -215,10 +224,13 @@ class Lines:
             if number in self._peers:
                 self.take(self._peers[number])
                 continue
+            if number not in self._ends:  # ended meanwhile
+                continue
             self._poll.unregister(number)
-            while self.take(self._ends[number]):
+            one = self._ends[number]
+            while self.take(one):
                 pass
-            self._ended.setdefault(self._ends[number], f"the process of device {self._ends[number]} has ended")
+            self._over(one, f"the process of device {one} has ended")
 
     # -- tables ---------------------------------------------------------------------------------------------
 
