@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import gpu_checks
+import gpu_ranks
 import torch
 from gpu_readings import Row
 from gpu_target import Target
@@ -24,6 +25,7 @@ CHECKS: dict[str, Check] = {
     "equality": gpu_checks.equality,
     "precision": gpu_checks.precision,
     "stress": gpu_checks.stress,
+    "ranks": gpu_ranks.ranks,
     "speed": gpu_checks.speed,
     "overlap": gpu_checks.overlap,
     "memory": gpu_checks.memory,
@@ -32,6 +34,7 @@ CHECKS: dict[str, Check] = {
 QUICK: dict[str, Check] = CHECKS | {
     "equality": lambda target: gpu_checks.equality(target, schedules=("gpipe", "1f1b", "zb-h1")),
     "stress": lambda target: gpu_checks.stress(target, steps=20),
+    "ranks": lambda target: gpu_ranks.ranks(target, schedules=("1f1b", "zb-v")),
     "speed": lambda target: gpu_checks.speed(target, rounds=3),
 }
 

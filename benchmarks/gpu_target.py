@@ -14,6 +14,7 @@ from attrs import frozen
 
 import pipec
 from pipec.runtime.backends import Replay
+from pipec.runtime.placement import accelerators
 
 
 @frozen
@@ -22,6 +23,7 @@ class Target:
 
     device: torch.device
     small = False  # whether the checks must do with little work
+    stand_in = False  # whether it only stands for a GPU
 
     def runner(self, net: Any, plan: Any, **how: Any) -> Any:
         """All logical devices on the one real device, each with streams of its own."""
@@ -34,6 +36,10 @@ class Target:
     def describe(self) -> str:
         """The name of the device."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(self.device)
+
+    def gpus(self) -> int:
+        """How many there are of its kind."""
+        return accelerators()[1]
 
     def synchronize(self) -> None:
         """Wait for all that was queued."""
@@ -84,6 +90,7 @@ class Lanes(Target):
     """The CPU in its place, with a worker per lane."""
 
     small = True
+    stand_in = True
 
     def runner(self, net: Any, plan: Any, **how: Any) -> Any:
         return pipec.Runner(net, plan, backend="lanes", **how)
@@ -93,6 +100,9 @@ class Lanes(Target):
 
     def describe(self) -> str:
         return "CPU"
+
+    def gpus(self) -> int:
+        return 2
 
     def synchronize(self) -> None:
         """Lanes have ended when a step has."""

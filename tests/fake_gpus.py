@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import pipec
 from pipec.runtime.distributed.gpus import Distributed
-from pipec.runtime.distributed.wires import RecordedWire
+from pipec.runtime.distributed.wires import GroupWire, RecordedWire
 from pipec.runtime.stream_api import Call, Recorder
 
 KINDS = {"wired": {"cpu": "gloo", "cuda": "nccl"}, "staged": {"cpu": "gloo", "cuda": "gloo"}}
@@ -29,6 +29,7 @@ class FakeGpus:
 
     made: ClassVar[FakeGpus]
     recording: ClassVar[type[Recorder]] = Recorder
+    torchs: ClassVar[bool] = False  # wires are torch's own calls, as with NCCL, and not written down
 
     def __init__(self, how: str = "wired", count: int = 8, backends: dict[str, str] | None = None) -> None:
         self.count, self._backends = count, KINDS[how] if backends is None else backends
@@ -54,7 +55,9 @@ class FakeGpus:
         assert backend == "nccl"
         return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend="gloo")
 
-    def wire(self, api: Any, group: Any, device: torch.device, name: str, timeout: float) -> RecordedWire:
+    def wire(self, api: Any, group: Any, device: torch.device, name: str, timeout: float) -> Any:
+        if self.torchs:
+            return GroupWire(api, group, device)
         self.wires.append(RecordedWire(api, group, device, name, timeout))
         return self.wires[-1]
 
@@ -68,22 +71,22 @@ class FakeGpus:
 class _Runners:
     """``pipec.Runner`` on GPUs that are not there."""
 
-    def __init__(self, how: str) -> None:
-        self.how = how
+    def __init__(self, how: str, devices: str) -> None:
+        self.how, self.devices = how, devices
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if options.get("backend") is not None:  # what is compared with
             return RUNNER(*args, **options)
-        return RUNNER(*args, **options | {"devices": "cuda", "backend": Distributed(FakeGpus(self.how))})
+        return RUNNER(*args, **options | {"devices": self.devices, "backend": Distributed(FakeGpus(self.how))})
 
 
 RUNNER = pipec.Runner
 
 
 @contextmanager
-def on_gpus(how: str) -> Iterator[None]:
+def on_gpus(how: str, devices: str = "cuda") -> Iterator[None]:
     """Runners made inside are on them."""
-    pipec.Runner = _Runners(how)  # type: ignore[misc,assignment]
+    pipec.Runner = _Runners(how, devices)  # type: ignore[misc,assignment]
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     gpu_check.gpu_target = gpu_target
     yield gpu_check
-    for name in ("models", "gpu_check", "gpu_checks", "gpu_models", "gpu_readings", "gpu_target"):
+    for name in ("models", "gpu_check", "gpu_checks", "gpu_models", "gpu_ranks", "gpu_readings", "gpu_target"):
         sys.modules.pop(name, None)
     sys.modules.update(own)
     gpu_check.deterministic(False)
@@ -71,6 +71,31 @@ def test_precision_and_stress_on_lanes(checks: Any, target: Any) -> None:
     rows += checks.gpu_checks.stress(target, steps=3, mebibytes=0.05)
     assert [row.ok for row in rows] == [True] * 3, rows
     assert rows[2].measured == "0 of 3 losses differ, gradients equal"
+
+
+def test_ranks_on_gpus_that_are_not_there(checks: Any, target: Any) -> None:
+    rows = checks.gpu_ranks.ranks(target, ("zb-v",))
+    assert [(row.name, row.ok) for row in rows] == [
+        ("2 ranks on one GPU, through host memory", True), ("2 ranks on one GPU, through host memory, a step", None),
+        ("2 ranks on one GPU, over NCCL", True),
+        ("2 ranks on 2 GPUs, over NCCL", True), ("2 ranks on 2 GPUs, over NCCL, a step", None),
+    ], rows
+    assert [row.measured for row in rows if row.ok] == ["4 of 4", "1 of 1", "4 of 4"]
+    wrong = {"ran": 5, "wrong": ["zb-v"], "step": 1.0}
+    told = checks.gpu_ranks.rows_of("name", [wrong, wrong | {"wrong": []}], "")
+    assert (told[0].measured, told[0].ok) == ("4 of 5, wrong: zb-v (rank 0)", False)
+
+
+def test_what_there_are_no_gpus_for_is_not_run_and_what_ends_badly_fails(
+    checks: Any, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(target), "gpus", lambda self: 1)
+    rows = checks.gpu_ranks.ranks(target, ("no such schedule",))
+    assert [(row.ok, row.measured) for row in rows[-1:]] == [(None, "not run: it needs 2 GPUs, there is 1")]
+    assert rows[0].ok is False
+    assert "unknown schedule 'no such schedule'" in rows[0].measured
+    late = checks.gpu_ranks.ranks(target, ("1f1b",), 0.2)[0]
+    assert (late.ok, late.measured) == (False, "no end after 0 s")
 
 
 def test_speed_and_peers_give_rows(checks: Any, target: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpus import on_gpus, there
+from fake_gpus import FakeGpus, on_gpus, there
 from models import WIDTH, chain, data, of_modules, same
 from test_ranks_asynchronous import saved as saved_asynchronous
 from test_ranks_asynchronous import trained
@@ -38,6 +38,21 @@ def numbers(rank: int, size: int) -> list[str]:
 def test_numbers_are_those_of_the_reference(how: str, crew2: Any, crew4: Any) -> None:
     assert crew2(there, how, numbers, 2) == [[]] * 2
     assert crew4(there, how, numbers, 4) == [[]] * 4
+
+
+def by_torch(rank: int) -> list[str]:
+    """The calls that NCCL gets, on gloo, whose works hold the host where NCCL's let a stream wait."""
+    FakeGpus.torchs = True
+    try:
+        with on_gpus("wired"):
+            found = differences(lambda: chain(8), {"devices": 4, "schedule": "zb-v"}, [data(8), data(8, 1)], 4)
+            return found + replicated(rank, "1f1b", [8, 8], "tied", False, False)
+    finally:
+        FakeGpus.torchs = False
+
+
+def test_torchs_own_calls_on_a_wire(crew4: Any) -> None:
+    assert crew4(by_torch) == [[]] * 4
 
 
 @pytest.mark.parametrize("how", HOW)

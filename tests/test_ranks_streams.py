@@ -16,13 +16,12 @@ from test_ranks_numbers import differences
 from test_streams import order_of
 
 import pipec
-from pipec.runtime.distributed import carriers, ordered
 from pipec.runtime.distributed import order as orders
 from pipec.runtime.distributed.carriers import Wired
 from pipec.runtime.distributed.order import check_orders
 from pipec.runtime.distributed.ordered import OrderedChannels
-from pipec.runtime.distributed.stream_proof import rank_problems
-from pipec.runtime.distributed.wires import MOST, Leg, batches
+from pipec.runtime.distributed.stream_proof import part_problems, rank_problems
+from pipec.runtime.program import build_program
 from pipec.runtime.stream_api import Call, Recorder
 
 # -- the calls are right ----------------------------------------------------------------------------------------------
@@ -103,6 +102,57 @@ def test_both_ends_issue_the_same_transfers_in_the_same_order_and_groups(schedul
             assert len({one.route for one in group}) == len(group) <= 2
             grouped += len(group) == 2
     assert grouped >= 10
+
+
+def sums_issued(rank: int, how: dict[str, Any]) -> tuple[list[list[tuple[str, ...]]], list[str]]:
+    """Two replicas of two devices: what each wire was given, and all of it in the order of the calls."""
+    net = chain(4)
+    with on_gpus("wired"), pipec.Runner(net, pipec.compile(net, 2, 4, data_parallel=2, **how)) as run:
+        run.step(**data(8))
+        for wire in FakeGpus.made.wires:
+            wire.issued.clear()
+        FakeGpus.made.calls()
+        run.step(**data(8))
+        calls = FakeGpus.made.calls()
+    return [wire.issued for wire in FakeGpus.made.wires], [
+        call.what for call in calls if call.kind == "run" and call.stream.startswith(("wire", "sums"))
+    ]
+
+
+@pytest.mark.parametrize("how", [{"schedule": "zb-h1"}, {"schedule": "1f1b", "placement": "looped"}])
+def test_sums_over_replicas_have_places_in_the_one_order_of_a_rank(how: dict[str, Any], crew4: Any) -> None:
+    found = crew4(sums_issued, how)
+    plan = pipec.compile(chain(4), 2, 4, data_parallel=2, **how)
+    rows = orders.orders_of(build_program(plan).ops, 2)
+    for device in (0, 1):
+        (wires, calls), other = found[device], found[device + 2]
+        assert (wires, calls) == other  # both replicas alike
+        stages = [int(plan.table.stage[one.task]) for group in rows[device] for one in group if one.route[1] < 0]
+        assert wires[1] == [(f"sum 0 of {stage}",) for stage in stages]
+        expected = [f"sum 0 of {plan.table.stage[one.task]}" if one.route[1] < 0 else str(plan.table.task(one.task))
+                    for group in rows[device] for one in group]
+        assert calls == expected
+        if device and "placement" in how:  # one is begun before values travel for the last time
+            assert not all(name.startswith("sum") for name in calls[-2:])
+
+
+def overlapping(rank: int, how: str, name: str) -> list[str]:
+    net, found = chain(3), []
+    plan = pipec.compile(net, 2, 4, name, update="stage")
+    with on_gpus(how), pipec.Runner(net, plan, optimizer=lambda p: torch.optim.SGD(p, 0.1)) as run:
+        for step in range(5):
+            FakeGpus.made.calls()
+            run.step(**data(8, step))
+            found += part_problems(FakeGpus.made.calls(), rank) if step > 2 else []  # forms are known by then
+        FakeGpus.made.calls()
+        run.flush()
+        return found + part_problems(FakeGpus.made.calls(), rank)
+
+
+@pytest.mark.parametrize("how", ["wired", "staged"])
+def test_the_calls_of_asynchronous_steps_are_right(how: str, crew2: Any) -> None:
+    for name in ("pipedream", "pipemare"):
+        assert crew2(overlapping, how, name) == [[]] * 2
 
 
 def mutants(rank: int, schedule: str) -> tuple[int, list[str]]:
@@ -228,104 +278,7 @@ def test_a_copy_that_has_not_ended_is_waited_for_when_the_host_waits_anyhow(crew
     assert 0 < sum(waits for *_, waits in found) < 8  # others were seen to have ended between two tasks
 
 
-# -- what is built from: batches, memory, orders that do not fit -----------------------------------------------------
-
-
-def leg(count: int, sends: bool) -> Leg:
-    return Leg(1, "v0[0]:0>1", 1, 1, sends, None, [torch.empty(n + 1, dtype=torch.uint8) for n in range(count)])
-
-
-def test_groups_are_bounded_and_both_ends_cut_them_alike() -> None:
-    few, many = leg(3, True), leg(150, False)
-    for legs in ([few], [many], [few, many], [many, few]):
-        made = batches(legs)
-        assert all(0 < len(batch) <= MOST for batch in made)
-        for one in legs:
-            assert [len(b) for batch in made for own, b in batch if own is one] == [len(b) for b in one.buffers]
-        mirrored = batches([Leg(1, one.name, 0, 0, not one.sends, None, one.buffers) for one in legs])
-        sizes = [[[b.numel() for _, b in batch] for batch in own] for own in (made, mirrored)]
-        assert sizes[0] == sizes[1]
-    assert batches([leg(0, True)]) == []
-
-
-class Wire:
-    """Notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def issue(self, legs: Any) -> str:
-        self.calls.append("issue " + " ".join(one.name for one in legs))
-        return legs[0].name
-
-    def total(self, name: str, flat: torch.Tensor) -> str:
-        raise AssertionError
-
-    def wait(self, flight: str) -> None:
-        self.calls.append(f"wait {flight}")
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-
-def test_what_was_sent_is_let_go_of_with_the_next_that_is_read_or_when_too_much_is_under_way() -> None:
-    api, wire = Recorder(), Wire()
-    cpu = torch.device("cpu")
-    carrier = Wired(api, wire, api.caller(cpu), cpu)
-
-    def send(number: int) -> None:
-        buffer = torch.empty(4, dtype=torch.uint8)
-        carrier.issue([Leg(number, f"v0[{number}]:0>1", 1, 1, True, None, [buffer])])
-
-    def freed() -> list[str]:
-        made = [call.what for call in api.calls if call.kind == "free"]
-        api.calls.clear()
-        return made
-
-    expected = wired_frame()
-    send(0)
-    carrier.issue([Leg(1, "dv0[0]:1>0", 1, 1, False, expected, [])])
-    send(2)
-    assert freed() == []
-    assert [b.numel() for b in carrier.take(1)] == [expected.room]
-    assert freed() == ["v0[0]:0>1 sent"]
-    assert wire.calls[-1] == "wait dv0[0]:1>0"
-    for number in (3, 4, 5):
-        send(number)
-    carrier.over(2)
-    assert freed() == ["v0[2]:0>1 sent", "v0[3]:0>1 sent"]
-    carrier.issue([Leg(6, "dv0[1]:1>0", 1, 1, False, expected, [])])
-    carrier.drop(6)
-    carrier.over(0)
-    assert freed() == ["v0[4]:0>1 sent", "v0[5]:0>1 sent", "dv0[1]:1>0 unread"]
-    carrier.abandon()
-    assert wire.calls[-1] == "close"
-
-
-def wired_frame() -> Any:
-    from pipec.runtime.distributed.wire import frame_of
-
-    return frame_of(torch.ones(2, 3))[0]
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_buffers_of_a_message_have_the_sizes_that_the_other_end_makes_room_for(large: bool) -> None:
-    from pipec.runtime.borders import pack
-    from pipec.runtime.distributed.wire import frame_of
-    from pipec.tree import flatten
-
-    rows = 1 << 16 if large else 4
-    tensors = {"dense": torch.randn(rows, 3), "turned": torch.randn(3, rows).t(), "expanded": torch.randn(1, 3).expand(
-        rows, 3), "empty": torch.empty(0, 3), "gaps": torch.randn(rows, 6)[:, ::2], "half": torch.randn(rows).half()}
-    frame, own = frame_of(pack(tensors))
-    made = carriers.parts(frame, own, torch.device("cpu"))
-    assert [buffer.numel() for buffer in made] == carriers.sizes(frame)
-    assert all(buffer.dtype is torch.uint8 and buffer.is_contiguous() for buffer in made)
-    value = ordered.opened(frame, [buffer.clone() for buffer in made])
-    for one, other in zip(value.leaves, flatten(tensors)[0], strict=True):
-        assert torch.equal(one, other)
-        assert one.stride() == other.stride()
-    assert len(made) == (5 if large else 1)
+# -- orders that do not fit ------------------------------------------------------------------------------------------
 
 
 def unordered(rank: int) -> list[str]:

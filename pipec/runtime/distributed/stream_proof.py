@@ -26,7 +26,7 @@ def rank_problems(plan: Plan, calls: Sequence[Call], me: int) -> list[str]:
     """
     happened = Happened(calls)
     wired = any(call.stream == f"wire {me}" for call in calls)
-    found = [f"the host waits for {call.what}" for call in calls if wired and call == Call("wait", "host", call.what)]
+    found = part_problems(calls, me)
     at: dict[int, int] = {}
     for task, name, stream in _expected(plan, me, wired):
         own = [n for n, call in enumerate(calls) if call.kind == "run" and call.what == name and _on(call, stream)]
@@ -52,7 +52,14 @@ def rank_problems(plan: Plan, calls: Sequence[Call], me: int) -> list[str]:
             elif not happened.ordered(tasks[names[task]], number):
                 found.append(f"{names[task]} leaves before its task")
     found += input_problems(plan, happened, places, {task: n for task, n in at.items() if task not in copies}, names)
-    return found + memory_problems(calls) + _ends(calls, happened)
+    return found
+
+
+def part_problems(calls: Sequence[Call], me: int) -> list[str]:
+    """What holds of any part of a run, also of an asynchronous one: memory, ends, and on a wire no host that waits."""
+    wired = any(call.stream == f"wire {me}" for call in calls)
+    waits = [f"the host waits for {call.what}" for call in calls if wired and call == Call("wait", "host", call.what)]
+    return waits + memory_problems(calls) + _ends(calls, Happened(calls))
 
 
 def _own(plan: Plan, me: int) -> list[int]:
