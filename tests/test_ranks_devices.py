@@ -25,6 +25,7 @@ from pipec.runtime.distributed.claims import (
     transport_of,
 )
 from pipec.runtime.distributed.gpus import Accelerators, Distributed
+from pipec.runtime.distributed.group import make_groups
 from pipec.runtime.distributed.local import local_spec
 from pipec.runtime.distributed.sample import NOTHING, sample_of
 from pipec.runtime.placement import homes, place_stages
@@ -133,6 +134,12 @@ def test_torchs_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())  # an old one has none
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     assert here.identity(torch.device("cuda:1")) == "cuda:1 of 5,6"
+
+
+def test_ranks_need_gloo_beside_any_other_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.runtime.distributed.group.dist.is_gloo_available", lambda: False)
+    with pytest.raises(RunError, match="ranks agree through gloo, beside any other backend, and this build of torch has"):
+        make_groups(pipec.compile(chain(2), 2), None, 1, 10.0)
 
 
 def test_only_the_stages_of_a_rank_move_to_its_device() -> None:

@@ -5,12 +5,15 @@ Real processes, with gloo where NCCL would be; see fake_gpus.py.
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import time
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from fake_gpus import FakeGpus, on_gpus, there
 from models import WIDTH, chain, data, of_modules, same
+from ranks import crew
 from test_ranks_asynchronous import saved as saved_asynchronous
 from test_ranks_asynchronous import trained
 from test_ranks_failure import survived
@@ -20,7 +23,9 @@ from test_ranks_saving import alone, resume, save, whole
 from torch import nn
 
 import pipec
+from pipec.runtime.distributed import gpu_ranks
 from pipec.runtime.distributed.streams import RankStreams
+from pipec.runtime.stream_api import Recorder
 
 HOW = ["wired", "staged"]
 
@@ -125,31 +130,100 @@ def test_a_failure_in_one_replica(how: str, crew4: Any) -> None:
         assert all(gradient is not None for gradient in found[device][2])
 
 
-def gone(rank: int) -> str:
-    """A device that does not end what was queued: what is said after the time-out, and that nothing goes on."""
-    net = chain(4)
-    before = RankStreams.ended
-    with on_gpus("wired"), pipec.Runner(net, pipec.compile(net, 2, 4), timeout=2.0) as run:
-        run.step(**data(8))
-        RankStreams.ended = lambda self, timeout: rank == 0  # type: ignore[method-assign]
-        try:
-            run.step(**data(8))
-        except pipec.RankError as error:
-            told = str(error)
-        finally:
-            RankStreams.ended = before  # type: ignore[method-assign]
-        with pytest.raises(pipec.RankError, match="have lost each other"):
-            run.step(**data(8))
+class Stuck(Recorder):
+    """A device that ends nothing from the second step on."""
+
+    steps: ClassVar[int] = 0
+
+    def past(self, event: str) -> bool:
+        return self.steps < 2 and super().past(event)
+
+
+def stuck(rank: int, dies: bool) -> list[str]:
+    """Rank 0's device never ends what was queued in the second step; rank 1 lives, or is gone by then."""
+    net, told = chain(4), []
+    gpu_ranks.SILENCE = 2.0
+    FakeGpus.recording = Stuck if rank == 0 else Recorder
+    with on_gpus("wired"), pipec.Runner(net, pipec.compile(net, 2, 4), timeout=20.0 if dies else 2.0) as run:
+        for step in range(3):
+            Stuck.steps = step + 1
+            if dies and rank and step:
+                RankStreams.ended = lambda *_: os._exit(3)  # type: ignore[method-assign,assignment]
+            try:
+                run.step(**data(8))
+            except pipec.RankError as error:
+                told.append(str(error))
     return told
 
 
 def test_a_device_that_does_not_end_is_given_up_after_the_timeout() -> None:
-    from ranks import crew
-
     with crew(2) as made:
-        first, second = made(gone)
-    assert second.startswith("cuda:1 of rank 1 has not ended its tasks within 2 s after they were queued")
-    assert "rank 1" in first
+        first, second = made(stuck, False)
+    assert len(first) == len(second) == 2
+    lines = first[0].splitlines()
+    assert lines[0] == "cuda:0 of rank 0 has not ended its tasks within 2 s after they were queued"
+    assert [line.split(" stands at ")[0].strip() for line in lines[1:]] == ["the host of rank 0", "the host of rank 1"]
+    assert "rank 0" in second[0]
+    assert all("have lost each other" in told[1] for told in (first, second))
+
+
+def test_a_rank_that_is_gone_while_a_device_waits_for_it_is_named() -> None:
+    begin = time.monotonic()
+    with crew(2) as made:
+        first, second = made.answers(stuck, True)
+    assert second == ("gone", 3)
+    assert first[0] == "done"
+    assert first[1][0].splitlines()[0] == "cuda:0 of rank 0 has not ended its tasks and rank 1 is gone"
+    assert time.monotonic() - begin < 15
+
+
+class Lost(Recorder):
+    """A device that does nothing any more, once lost."""
+
+    lost: ClassVar[bool] = False
+
+    def on(self, *streams: Any, what: str) -> Any:
+        if self.lost:
+            raise RuntimeError("the device is lost")
+        return super().on(*streams, what=what)
+
+
+def loses(rank: int, how: str) -> list[str]:
+    """A task raises on rank 1 and takes its device with it, so that it can send nothing more."""
+    net, told = chain(4), []
+    Lost.lost, FakeGpus.recording = False, Lost
+
+    def trap(module: Any, args: Any) -> None:
+        if rank and len(told) == 0 and run.plan.training and armed:
+            Lost.lost = True
+            raise ValueError("with the device")
+
+    armed: list[bool] = []
+    net.spec.stages[2].fn.register_forward_pre_hook(trap)
+    try:
+        with on_gpus(how), pipec.Runner(net, pipec.compile(net, 2, 4), timeout=20.0) as run:
+            run.step(**data(8))
+            armed.append(True)
+            for _ in range(2):
+                try:
+                    run.step(**data(8))
+                except (pipec.RankError, ValueError) as error:
+                    told.append(f"{type(error).__name__}: {error}")
+    finally:
+        FakeGpus.recording = Recorder
+    return told
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_device_that_is_lost_with_a_task_is_told_to_all_at_once(how: str) -> None:
+    begin = time.monotonic()
+    with crew(2) as made:
+        first, second = made(loses, how)
+    assert second[0] == "ValueError: with the device"
+    assert first[0].startswith("RankError: rank 1 failed: ValueError: with the device")
+    assert "have lost each other" in first[1]
+    assert "have lost each other" in second[1]
+    assert time.monotonic() - begin < 15
 
 
 def traced(rank: int) -> tuple[list[int], bool]:

@@ -119,6 +119,16 @@ class Council:
         first, text = self._watch.culprit(rank, tell)
         return RankError(text, first)
 
+    def standing(self, what: str, gone: int | None) -> RankError:
+        """The error about a device that waits for ever: ``gone`` is the place of a rank that has ended, None: all live,
+        and have queued all tasks up to where they stand."""
+        everyone = self._ranks
+        late = f"within {self._timeout:g} s after they were queued"
+        lines = [f"{what} {late if gone is None else f'and rank {everyone[gone]} is gone'}"]
+        lines += [f"  the host of rank {rank} stands at {self._stand(number)}" for number, rank in enumerate(everyone)
+                  if gone in (None, number)]
+        return RankError("\n".join(lines), dist.get_rank() if gone is None else everyone[gone])
+
     def _stand(self, number: int) -> str:
         note = self._watch.where(number)
         if note is None:

@@ -34,6 +34,7 @@ from pipec.runtime.distributed.ranks import Ranks
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.streams import RankStreams, StreamBackend, StreamDevice, StreamOverlappedDevice
 from pipec.runtime.distributed.totals import Road, StagedRoad, Totals, WiredRoad
+from pipec.runtime.distributed.watch import Pulse
 from pipec.runtime.distributed.wires import Leg, Wire
 from pipec.runtime.executor import Device
 from pipec.runtime.program import Op, Program, Route, build_program
@@ -41,6 +42,8 @@ from pipec.runtime.stages import Stage
 from pipec.runtime.step import Step
 from pipec.spec import Spec
 from pipec.tree import tree_map
+
+SILENCE = 30.0  # seconds after which a rank that does not tell that it lives is gone
 
 
 def make_ranks(
@@ -208,14 +211,19 @@ class GpuRanks(Ranks):
         Raises:
             RankError: it has not in time: a rank that it exchanges values with is gone, or stands.
         """
-        if self.streams.ended(self._timeout) or channels is None:
+        pulse, silent = Pulse(self.watch), list[int]()
+
+        def gone() -> bool:
+            found = pulse.silent(SILENCE)
+            silent.extend([] if found is None else [found])
+            return found is not None
+
+        if self.streams.ended(self._timeout, gone) or channels is None:
             return
-        me = dist.get_rank()
-        channels.broken = RankError(
-            f"{self._named} of rank {me} has not ended its tasks within {self._timeout:g} s after they were queued; a "
-            "rank that it exchanges values with is gone or stands, or a task runs longer than Runner(timeout=)", me,
+        channels.broken = self._council.standing(
+            f"{self._named} of rank {dist.get_rank()} has not ended its tasks", silent[0] if silent else None
         )
-        self.backend.farewell(channels, (me, str(channels.broken)))
+        self.backend.farewell(channels, (channels.broken.rank, str(channels.broken)))
         raise channels.broken
 
     def here(self, tensor: Any) -> Any:

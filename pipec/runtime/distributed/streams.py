@@ -7,13 +7,14 @@ used after it as they are. Inputs from the host come by a stream of their own, v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any, cast
 
 import torch
 
+from pipec.errors import RankError
 from pipec.ir import Kind, Lane, Plan
 from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.backend import RankBackend, RankDevice
@@ -139,15 +140,15 @@ class RankStreams:
                 store[slot] = None
         device.at = None
 
-    def ended(self, timeout: float) -> bool:
-        """Wait until all that was queued has ended; False: it has not within ``timeout`` seconds.
+    def ended(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all that was queued has ended; False: it has not within ``timeout`` seconds, or was given up.
 
         The host looks again and again instead of waiting for the device: where a rank is gone, the device waits for it
         for ever.
         """
         event, end = self.api.record(self.compute), monotonic() + timeout
         while not self.api.past(event):
-            if monotonic() > end:
+            if monotonic() > end or given_up():
                 return False
             sleep(NAP)
         return True
@@ -192,8 +193,14 @@ class StreamBackend(RankBackend):
     def drain(self, device: Device, left: Sequence[Op], own: Sequence[Op], channels: Any, story: Any) -> None:
         """REDUCE tasks have places in the order of transfers."""
         pending = {op.task for op in left if op.kind is Kind.REDUCE}
-        with self._streams.api.on(self._streams.compute, what="gives up"):
-            channels.drain(own, story, pending, lambda op: device.step.reduce(op.stage, True))
+        try:
+            with self._streams.api.on(self._streams.compute, what="gives up"):
+                channels.drain(own, story, pending, lambda op: device.step.reduce(op.stage, True))
+        except RankError:
+            raise
+        except RuntimeError as error:  # the device is lost: it can do no more for the others
+            channels.broken = RankError(story[1], story[0])
+            raise channels.broken from error
 
     def farewell(self, channels: Any, story: Any) -> None:
         self._streams.gone.append(channels)

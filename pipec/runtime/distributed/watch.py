@@ -19,6 +19,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
@@ -123,14 +124,45 @@ class Watch:
             self._store.set("culprit", pickle.dumps(found))
         return found
 
+    def beats(self, rank: int) -> int:
+        """How often a rank's thread has told that it lives; -1: nobody knows, as the store is gone."""
+        try:
+            return int(self._store.add(f"beats/{rank}", 0))
+        except RuntimeError:
+            return -1
+
     def close(self) -> None:
         self._finalizer()
+
+
+class Pulse:
+    """Which rank has stopped to tell that it lives, since this was made."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._seen: dict[int, tuple[int, float]] = {}  # by rank its beats, and when the last one was noticed
+        self._next = 0.0
+
+    def silent(self, seconds: float) -> int | None:
+        """A rank that has not beaten for so long; looked for once a beat."""
+        now = monotonic()
+        if now < self._next:
+            return None
+        self._next = now + BEAT
+        for rank in range(self._watch.size):
+            beats = self._watch.beats(rank)
+            before, since = self._seen.get(rank, (beats, now))
+            self._seen[rank] = beats, (since if beats == before else now)
+            if rank != self._watch.me and now - self._seen[rank][1] > seconds:
+                return rank
+        return None
 
 
 def _beat(store: Any, me: int, note: mmap.mmap, end: threading.Event) -> None:
     while not end.wait(BEAT):
         try:
             store.set(f"at/{me}", bytes(note[: RECORD.size]))
+            store.add(f"beats/{me}", 1)
         except RuntimeError:  # the store is gone; so is whoever would read it
             return
 
