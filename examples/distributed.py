@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/distributed.py                       # a process per device
     torchrun --nproc-per-node 4 examples/distributed.py --replicas 2          # two replicas of two devices
     torchrun --nproc-per-node 2 examples/distributed.py --resume out/digits   # goes on with what was saved
+    torchrun --nproc-per-node 2 examples/distributed.py --gpus                # a GPU per process, over NCCL
 
 Stages are declared with ``pipec.lazy``, so that a process makes only its own. The losses are the same bits in one
 process and in two; with replicas each process reads its own part of every batch.
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--resume", help="a folder that an earlier run has saved")
     parser.add_argument("--save", default="out/digits")
+    parser.add_argument("--gpus", action="store_true", help="run on GPUs, in one process on those there are in turn")
     parser.add_argument("--quick", action="store_true", help="a few small steps")
     options = parser.parse_args(arguments)
     width, steps = (32, 6) if options.quick else (256, 60)
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     torch.set_num_threads(1)
     many = "RANK" in os.environ  # torchrun starts every process with its rank
     if many:
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if options.gpus else "gloo")
     rank = dist.get_rank() if many else 0
 
     torch.manual_seed(0)
@@ -92,7 +94,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     images = torch.tensor(digits.images, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
     losses = []
-    with pipec.Runner(net, plan, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-3)) as run:
+    devices = "cuda" if options.gpus else None
+    with pipec.Runner(net, plan, devices, lambda own: torch.optim.AdamW(own, lr=1e-3)) as run:
         if options.resume:
             run.load(options.resume)
         part = rank // DEVICES  # the replica that this process belongs to

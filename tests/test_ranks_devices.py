@@ -138,7 +138,7 @@ def test_torchs_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_need_gloo_beside_any_other_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipec.runtime.distributed.group.dist.is_gloo_available", lambda: False)
-    with pytest.raises(RunError, match="ranks agree through gloo, beside any other backend, and this build of torch has"):
+    with pytest.raises(RunError, match="ranks agree through gloo, beside any other backend, and this build of"):
         make_groups(pipec.compile(chain(2), 2), None, 1, 10.0)
 
 
