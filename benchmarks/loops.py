@@ -94,6 +94,62 @@ class ByHand:
             jobs.put(None)
 
 
+class WithoutFlush(ByHand):
+    """The same two threads without a flush: from step to step the first keeps two microbatches in flight and the second
+    is one behind, so that both begin and end a step with work of their own; each half updates by itself.
+
+    Backwards read whatever weights there are, and autograd's check for that is passed by: no training, but the same
+    work, which tells what an asynchronous pipeline can gain on this machine.
+    """
+
+    def __init__(self, model: Model, microbatches: int, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.graphs: deque[tuple[Tensor, ...]] = deque()
+        self.targets: deque[Tensor] = deque()
+        self.backwards = [0, 0]
+        super().__init__(model, microbatches)
+
+    def __call__(self) -> Tensor:
+        for jobs, data in zip(self.jobs, self.model.batch, strict=True):
+            jobs.put(data.chunk(self.microbatches))
+        return self.done.get() + self.done.get()
+
+    def serve(self, work: Any, half: Section, jobs: SimpleQueue[Any]) -> None:
+        half.update = self.optimizer(half.parameters())
+        super().serve(work, half, jobs)
+
+    def first(self, half: Section, pieces: tuple[Tensor, ...]) -> None:
+        for piece in pieces:
+            if len(self.graphs) == 2:
+                torch.autograd.backward(self.graphs.popleft(), self.back.get())
+                self.count(0, half)
+            border = half(piece)
+            self.ahead.put([tensor.detach().requires_grad_() for tensor in border])
+            self.graphs.append(border)
+        self.done.put(torch.zeros(()))
+
+    def second(self, half: Section, pieces: tuple[Tensor, ...]) -> None:
+        self.targets.extend(pieces)
+        total = torch.zeros(())
+        while len(self.targets) > 1:
+            border = self.ahead.get()
+            loss = self.model.loss(*half(*border), self.targets.popleft()) / self.microbatches
+            loss.backward()
+            total += loss.detach()
+            self.back.put([tensor.grad for tensor in border])
+            del border, loss
+            self.count(1, half)
+        self.done.put(total)
+
+    def count(self, device: int, half: Section) -> None:
+        """After a backward: every ``microbatches`` an optimizer step, unseen by graphs in flight."""
+        self.backwards[device] += 1
+        if self.backwards[device] % self.microbatches == 0:
+            with torch.autograd._unsafe_preserve_version_counter(tuple(half.parameters())):
+                half.update.step()
+            half.update.zero_grad()
+
+
 class Pipec:
     """A pipec runner on the model's own split, a stage per part."""
 
