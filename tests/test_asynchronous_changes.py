@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -186,3 +188,22 @@ def test_rules_of_ones_own() -> None:
 def test_what_is_no_rule_is_told(rule: Any, told: str) -> None:
     with pytest.raises(pipec.ScheduleError, match=f"schedule 'own'.*{told}"):
         runner(stages(), policy(rule))
+
+
+def test_closing_with_minibatches_in_flight_is_told() -> None:
+    given = batches(3)
+    told = r"minibatches 1, 2 in flight when the runner was closed: .* run.flush\(\)"
+    run = runner(stages(), "pipedream", 1)
+    for batch in given:
+        run.step(**batch)
+    assert run.in_flight == (1, 2)
+    with pytest.warns(UserWarning, match=told):
+        run.__exit__(None, None, None)
+    for leave in ("flush", "failure"):
+        with warnings.catch_warnings(), contextlib.suppress(KeyError):
+            warnings.simplefilter("error")
+            with runner(stages(), "pipedream", 1) as run:
+                run.step(**given[0])
+                if leave == "failure":
+                    raise KeyError(leave)
+                run.flush()

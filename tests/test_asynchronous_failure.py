@@ -85,6 +85,20 @@ def test_a_buffer_that_is_used_again_while_it_is_read(name: str, backend: str) -
         run.flush()
 
 
+@pytest.mark.parametrize("backend", ["replay", "threads"])
+def test_a_failure_names_the_microbatch_by_its_minibatch(backend: str) -> None:
+    """As ``result.finished`` does, however long the run has been, and not by its place in the plan."""
+    modules: list[Any] = [Fails() for _ in range(3)]
+    with runner(modules, "pipedream", 2, backend=backend) as run:
+        for batch in batches(11, rows=4):
+            run.step(**batch)
+        modules[0].fuse = 2
+        with pytest.raises(ValueError, match="the stage failed") as caught:
+            run.step(**batches(1, rows=4)[0])
+        notes = "\n".join(caught.value.__notes__)
+        assert re.search(r"raised in stage 'a', microbatch 1 of minibatch 11, FORWARD \(0F\d+ of the plan\)", notes)
+
+
 def test_a_failed_update_names_the_stage_and_clears_gradients() -> None:
     with runner(stages(), "pipedream", 1) as run:
         run.step(**batches(1)[0])
@@ -96,7 +110,7 @@ def test_a_failed_update_names_the_stage_and_clears_gradients() -> None:
         with pytest.raises(RuntimeError, match="no update today") as caught:
             run.step(**batches(1)[0])
         notes = "\n".join(caught.value.__notes__)
-        assert "UPDATE (1U0) on device 1" in notes
+        assert "UPDATE (1U0 of the plan) on device 1" in notes
         assert "updated already: c with minibatch 0" in notes
         assert all(p.grad is None for p in run.parameters())
         handle.remove()

@@ -298,3 +298,40 @@ def test_a_failed_hook_leaves_the_gradients_in_front_of_the_pipeline_as_they_wer
         with pytest.raises(KeyError):
             run.step(x=leaf, y=y)
         assert torch.equal(leaf.grad, torch.ones_like(leaf))
+
+
+def test_optimizers_that_step_what_belongs_to_other_stages_are_refused() -> None:
+    """One made from the whole model would update every stage as often as there are stages."""
+    net = chain(3)
+    shared = torch.optim.SGD(parameters(net), lr=0.1)
+    extra = nn.Parameter(torch.zeros(2))
+    for make, told in (
+        (lambda p: torch.optim.SGD(parameters(net), lr=0.1), r"that of stage '\w+' holds \w+\.\S+ and \d+ more"),
+        (lambda p: shared, r"that of stage '\w+' holds \w+\.\S+ and \d+ more"),
+        (lambda p: torch.optim.SGD([*p, extra], lr=0.1), r"that of stage '\w+' holds what that of '\w+' holds"),
+    ):
+        with pytest.raises(pipec.RunError, match=told) as caught:
+            runner(net, 2, update="stage", optimizer=make)
+        assert "make it from params alone, such as lambda params: torch.optim.SGD(params, lr=0.1)" in str(caught.value)
+    seen: list[Any] = []
+
+    def first_with_more(params: Any) -> Any:
+        seen.append(params)
+        return torch.optim.SGD([*params, *([extra] if len(seen) == 1 else [])], lr=0.1)
+
+    with runner(net, 2, update="stage", optimizer=first_with_more) as run:  # an encoder in front, say
+        run.step(**data(8, 0))
+
+
+def test_results_say_what_was_finished() -> None:
+    net = chain(3)
+    reference = pipec.reference(net, microbatches=4)
+    with runner(net, 2) as run:
+        for number in range(2):
+            result = run.step(**data(8, number))
+            assert result.finished == tuple((number, m) for m in range(result.microbatches))
+            assert result.minibatches == (number,)
+            assert reference.step(**data(8, number)).minibatches == (number,)
+        found = run.evaluate(**data(8, 0))
+        assert (found.finished, found.minibatches) == ((), ())
+        assert run.step(**data(3, 0)).finished == ((2, 0), (2, 1), (2, 2))

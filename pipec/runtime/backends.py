@@ -233,7 +233,7 @@ def standstill(devices: Sequence[Device], seconds: float) -> str:
             lines.append(f"  device {device.index} has ended or not begun")
             continue
         verb = "runs" if step.starts[op.task] else "waits to begin"
-        lines.append(f"  device {device.index} {verb} {describe(step.plan.graph, op)}")
+        lines.append(f"  device {device.index} {verb} {describe(step.plan.graph, op, step.called)}")
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -26,24 +26,31 @@ class Failure:
     others: tuple[Failure, ...] = ()
 
 
-def describe(graph: Graph, op: Op | None) -> str:
+Called = Callable[[int], str]  # what a user calls a microbatch of the plan: "microbatch 3 of minibatch 7"
+
+
+def describe(graph: Graph, op: Op | None, called: Called | None = None) -> str:
     """``stage 'enc1', microbatch 3, FORWARD (0F3) on device 0``; an UPDATE belongs to no microbatch."""
     if op is None:
         return "outside of any task"
     stage = f"stage {graph.stages[op.stage].name!r}, " if op.stage >= 0 else ""
     item = f"{op.microbatch}" + (f".{op.slice}" if op.slice else "")
-    part = "" if op.kind in (Kind.UPDATE, Kind.REDUCE) else f"microbatch {item}, "
-    token = f"{op.stage if op.stage >= 0 else ''}{op.kind.letter}{item}"
+    part = ""
+    if op.kind not in (Kind.UPDATE, Kind.REDUCE):
+        part = f"microbatch {item}, " if called is None else f"{called(op.microbatch)}, "
+    token = f"{op.stage if op.stage >= 0 else ''}{op.kind.letter}{item}{'' if called is None else ' of the plan'}"
     return f"{stage}{part}{op.kind.name} ({token}) on device {op.device}"
 
 
-def annotate(failure: Failure, graph: Graph, updated: Sequence[str] = ()) -> BaseException:
+def annotate(
+    failure: Failure, graph: Graph, updated: Sequence[str] = (), called: Called | None = None
+) -> BaseException:
     """The original exception with notes that say where it happened (``__notes__``, shown since Python 3.11)."""
     if not isinstance(failure.error, RankError):  # which says itself where
-        where = describe(graph, failure.op)
+        where = describe(graph, failure.op, called)
         note(failure.error, f"pipec: raised {'in ' if failure.op is not None else ''}{where}")
     for other in failure.others:
-        note(failure.error, f"pipec: {describe(graph, other.op)} failed as well: {told(other.error)}")
+        note(failure.error, f"pipec: {describe(graph, other.op, called)} failed as well: {told(other.error)}")
     if updated:
         note(failure.error, f"pipec: updated before: {', '.join(updated)}; their parameters have changed")
     return failure.error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipec.errors import RunError, note
+from pipec.errors import Problem, RunError, note, raise_all
 from pipec.ir import Plan
 from pipec.runtime.stages import Stage
 
@@ -220,12 +220,43 @@ def check_parameters(optimizers: dict[int, Optimizer], stages: Sequence[Stage]) 
                 f"optimizer(params) made an optimizer for stage {name!r} that holds none of the stage's parameters; "
                 "make it from params, such as lambda params: torch.optim.SGD(params, lr=0.1)"
             )
+    check_foreign(held, stages)
     left = [name for key, name in names.items() if not any(key in own for own in held.values())]
     if left:
         warnings.warn(
             f"no optimizer holds {', '.join(left[:8])}{' and more' if len(left) > 8 else ''}: they require a gradient "
             "and will not be trained; give them to an optimizer or switch off requires_grad", stacklevel=4,
         )
+
+
+def check_foreign(held: dict[int, set[int]], stages: Sequence[Stage]) -> None:
+    """Raise RunError for parameters that several stages' optimizers would step, or another stage's.
+
+    Args:
+        held: per stage the ids of what its optimizer holds.
+    """
+    called = {stage.index: stage.name for stage in stages}
+    owner: dict[int, tuple[int, str]] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            owner.setdefault(id(parameter), (stage.index, f"{stage.name}.{name}"))
+    first: dict[int, int] = {}
+    problems = []
+    for number, own in held.items():
+        if number < 0:
+            continue
+        foreign = [owner[key][1] for key in own if key in owner and owner[key][0] != number]
+        twice = [first[key] for key in own if first.setdefault(key, number) != number and key not in owner]
+        if foreign:
+            more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+            problems.append(Problem(f"that of stage {called[number]!r} holds {sorted(foreign)[0]}{more}"))
+        elif twice:
+            problems.append(Problem(f"that of stage {called[number]!r} holds what that of {called[twice[0]]!r} holds"))
+    raise_all(
+        "optimizer(params) is called once per stage and each optimizer steps on its own, but some hold what belongs to "
+        "others, which would be updated several times a step; make it from params alone, such as lambda params: "
+        "torch.optim.SGD(params, lr=0.1)", problems, RunError, most=8,
+    )
 
 
 def check_fit(update: str | None, optimizer: Any, hook: Hook | None) -> None:

@@ -103,8 +103,8 @@ class Reference:
         check_means(self.stages)
         run_hooks({id(p): p for own in trained for p in own if id(p) in touched}.values())  # stage by stage, once each
         backward_inputs(batch, to_inputs)
-        self._position = self._position.advanced()
-        return joined_result(batch, outputs, losses)
+        number, self._position = self._position.step, self._position.advanced()
+        return joined_result(batch, outputs, losses, number)
 
     def _forward(
         self, batch: Batch, packets: Any, m: int, outputs: Any, losses: Any, carried: dict[int, Any]

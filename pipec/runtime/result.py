@@ -43,6 +43,7 @@ class Result:
         slices: how many each microbatch was cut into along its sequence.
         skipped: True when a gradient scaler found an inf or NaN and no stage was updated.
         drained: minibatches that were in flight in an asynchronous pipeline and were finished first.
+        minibatch: its number, counted as the run's steps from 0; -1 in an evaluation.
     """
 
     losses: dict[str, Any]
@@ -52,6 +53,17 @@ class Result:
     elsewhere: tuple[tuple[str, int], ...] = ()
     drained: tuple[int, ...] = ()
     slices: int = 1
+    minibatch: int = -1
+
+    @property
+    def finished(self) -> tuple[tuple[int, int], ...]:
+        """(minibatch, microbatch) of each that was trained on: all of a step's, none of an evaluation's."""
+        return tuple((self.minibatch, m) for m in range(self.microbatches)) if self.minibatch >= 0 else ()
+
+    @property
+    def minibatches(self) -> tuple[int, ...]:
+        """The minibatches that the finished microbatches belong to, ascending."""
+        return tuple(sorted({minibatch for minibatch, _ in self.finished}))
 
     def __repr__(self) -> str:
         losses = ", ".join(f"{name} {_number(value)}" for name, value in self.losses.items()) or "none"

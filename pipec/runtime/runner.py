@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +33,7 @@ from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.placement import homes, place_stages, real_devices
 from pipec.runtime.program import Op, Program, build_program
 from pipec.runtime.randomness import DeviceGenerator, Position, Randomness, Streams, generator_of
-from pipec.runtime.result import Result
+from pipec.runtime.result import Result, counted_minibatches
 from pipec.runtime.split import tell_compiled
 from pipec.runtime.stages import Stage, bind, check_means, training_flags
 from pipec.runtime.state import Stateful
@@ -374,5 +375,11 @@ class Runner(Overlapping, Stateful):
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        left = () if kind is not None or self._closed else self.in_flight
         self.close()
+        if left:
+            warnings.warn(
+                f"{counted_minibatches(left)} in flight when the runner was closed: their gradients are dropped; call "
+                "run.flush() at the end of the with block", stacklevel=2,
+            )

@@ -180,6 +180,7 @@ class Step:
 
     places: Any = None  # slots are those of the plan's program
     lasting = False  # inputs are for this step alone
+    called: Any = None  # microbatches are called as the plan numbers them
 
     def __init__(
         self, plan: Plan, batch: Batch, accumulators: list[Accumulator], scale: float = 1.0,
@@ -237,7 +238,12 @@ class Step:
 
     def result(self) -> Result:
         """Losses and outputs of the minibatch."""
-        return joined_result(self.batch, self.outputs, self.losses)
+        return joined_result(self.batch, self.outputs, self.losses, self.number)
+
+    @property
+    def number(self) -> int:
+        """Of the minibatch, counted as the run's steps; -1 in an evaluation."""
+        return -1 if self.random.inference else self.random.position.step
 
 
 def _wants_gradient(value: Any) -> bool:
@@ -305,8 +311,10 @@ def _put_together(
     return torch.cat(filled, dim)
 
 
-def joined_result(batch: Batch, outputs: list[list[Any]], losses: list[list[Any]]) -> Result:
-    """The result of a minibatch from those of its pieces: losses weighed and summed in ascending order."""
+def joined_result(
+    batch: Batch, outputs: list[list[Any]], losses: list[list[Any]], number: int = -1
+) -> Result:
+    """The result of minibatch ``number`` from those of its pieces: losses weighed and summed in ascending order."""
     totals = {}
     for index, loss in enumerate(batch.spec.losses):
         if index in batch.wanted_losses:
@@ -318,7 +326,7 @@ def joined_result(batch: Batch, outputs: list[list[Any]], losses: list[list[Any]
         out.name: joined_output(out, values, batch.slices)
         for out, values in zip(batch.spec.outputs, outputs, strict=True)
     }
-    return Result(totals, joined, batch.microbatches, slices=batch.slices)
+    return Result(totals, joined, batch.microbatches, slices=batch.slices, minibatch=number)
 
 
 def tell_undefined(name: str, values: Sequence[Tensor]) -> None:

@@ -192,7 +192,7 @@ class Flow:
             failure = self._together.run(self._devices, segment, backend)
             try:
                 if failure is not None:
-                    raise annotate(failure, self.plan.graph)
+                    raise annotate(failure, self.plan.graph, called=window.called)
             finally:
                 del failure  # a caught traceback must not keep tensors in a cycle
             assert self._shared is not None

@@ -45,11 +45,6 @@ class AsynchronousResult(Result):
     empty: str = FILLING
 
     @property
-    def minibatches(self) -> tuple[int, ...]:
-        """The minibatches that the finished microbatches belong to, ascending."""
-        return tuple(sorted({minibatch for minibatch, _ in self.finished}))
-
-    @property
     def loss(self) -> Tensor:
         """The sum of all losses.
 

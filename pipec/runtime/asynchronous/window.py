@@ -161,6 +161,12 @@ class Window:
         assert found is not None
         return found
 
+    def called(self, microbatch: int) -> str:
+        """A microbatch of the plan in the user's words."""
+        flight = self.flights[microbatch // self.minibatch]
+        number = "an unknown minibatch" if flight is None else f"minibatch {flight.number}"
+        return f"microbatch {microbatch % self.minibatch} of {number}"
+
     # -- what handlers call ---------------------------------------------------------------------------------
 
     @property

@@ -106,7 +106,7 @@ class RankBackend:
                 story = found.error.rank, str(found.error)
             else:
                 rank = self.ranks[self.me]
-                where = describe(device.step.plan.graph, found.op)
+                where = describe(device.step.plan.graph, found.op, device.step.called)
                 story = rank, f"rank {rank} failed: {told(found.error)} in {where}"
         if channels.broken is None:
             left = own if device.at is None else own[own.index(device.at) :]

@@ -69,4 +69,4 @@ def gathered_result(
         here = {out.name: next(p[out.name] for p in parts if out.name in p) for out in spec.outputs}
     return Result(losses, here, step.batch.microbatches, elsewhere=tuple(
         (out.name, plan.stage_device(out.ref.index)) for out in spec.outputs if out.name not in here
-    ), slices=step.batch.slices)
+    ), slices=step.batch.slices, minibatch=step.number)
