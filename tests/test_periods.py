@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import ancestors, asynchronous_plans, needs, unet
+from plans import ancestors, asynchronous_plans, needs, pipeline, unet
 
 import pipec
 from pipec import PipeDream2BW
@@ -175,3 +175,51 @@ def test_two_buffered_weights_need_a_microbatch_per_stage() -> None:
     with pytest.raises(pipec.ScheduleError, match="4 chunks, but microbatches=3"):
         compiled(pipec.chain(4), 4, 3, PipeDream2BW())
     assert settled(compiled(pipec.chain(4), 4, 4, PipeDream2BW())).steady == 2
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("slow", [1.5, 1e6])
+def test_a_device_that_no_other_waits_for_keeps_the_pace_of_steps(microbatches: int, slow: float) -> None:
+    """Undisturbed, the last stage, which no loss depends on, would fall behind more with every minibatch, and a tower
+    of its own would run away from a slower one."""
+    slower = pipec.Costs(stages={"s3": {"forward": 3 * slow}})
+    plan = compiled(pipeline([[-1], [0], [1], [1]], [2]), 4, microbatches, "pipedream", costs=slower)
+    assert plan.behind[3] <= 1
+    assert plan.minibatches == (9 if microbatches == 1 else 5)
+    slower = pipec.Costs(stages={f"s{i}": {"forward": slow, "backward_input": slow} for i in (0, 1)})
+    plan = compiled(pipeline([[-1], [0], [-1], [2]], [1, 3]), 4, microbatches, "pipedream", costs=slower)
+    assert max(plan.behind, default=0) <= 5
+    assert length(plan, plan.minibatches - 2, slower) <= plan.simulate(slower).period + slow
+
+
+@pytest.mark.parametrize(("behind", "told"), [
+    ("0,0", "says behind=0,0, but that is one number of tasks for each of its 3 devices"),
+    ("0,0,2,1", "says behind=0,0,2,1, but that is one number of tasks for each of its 3 devices"),
+    ("0,-1,2", "says behind=0,-1,2, but its devices have 25, 25, 25 tasks that a step could leave to the next"),
+    ("0,26,0", "says behind=0,26,0, but its devices have 25, 25, 25 tasks that a step could leave"),
+    ("99999999999999999999,0,0", "says behind=99999999999999999999,0,0, but its devices have 25"),
+    ("0,x,0", "cannot read the plan's first line: .*'x'"),
+    ("0,,0", "cannot read the plan's first line"),
+])
+def test_numbers_of_tasks_behind_that_cannot_be(behind: str, told: str) -> None:
+    text = str(compiled(pipec.chain(3), 3, 2, "pipedream"))
+    assert " behind=0,0,2\n" in text
+    with pytest.raises(pipec.PlanError, match=told):
+        Plan.parse(text.replace(" behind=0,0,2\n", f" behind={behind}\n"))
+    synchronous = str(pipec.compile(pipec.chain(3), 3, 2)).replace("\n", " behind=0,0,2\n", 1)
+    with pytest.raises(pipec.PlanError, match="says behind=0,0,2, but only an asynchronous plan has steps"):
+        Plan.parse(synchronous)
+
+
+def test_steps_that_leave_more_and_more_to_the_flush_are_found() -> None:
+    """Steps that run nothing, or leave out a stage, are equal too; but what they leave out would never be run."""
+    plan = compiled(pipec.chain(2), 2, 1, "pipemare")
+    with pytest.raises(pipec.PlanError, match="periods.*with as many tasks as a minibatch has"):
+        evolve(plan, behind=(18, 18)).verify()
+    plan = compiled(pipeline([[-1], [0], [0]], [1]), 3, 2, "pipedream")
+    evolve(plan, behind=(0, 0, 2)).verify()
+    never = evolve(plan, behind=(0, 0, int((plan.table.device == 2).sum())))
+    with pytest.raises(pipec.PlanError, match="periods.*with as many tasks as a minibatch has"):
+        never.verify()
+    with pytest.raises(pipec.PlanError, match="no steady period"):
+        _ = never.simulate().period

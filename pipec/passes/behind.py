@@ -4,6 +4,9 @@ All devices end a step together, and the next step's minibatch is there only the
 minibatch allows, the first devices would wait for the last ones at its end, and the last ones for the first at the
 next one's begin: a fill of the pipeline in every step. Cut at one moment of the undisturbed flow instead, when every
 device is about as busy as at any other, the devices begin and end a step nearly at once.
+
+Undisturbed, devices that none of the others waits for would run ahead of them, or fall behind, more with every
+minibatch. Where there are such devices the flow is fed at the pace of the slowest one, as steps feed it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from attrs import frozen
 
 from pipec.costs import Costs
 from pipec.ir import BACKWARDS, Column, Kind
-from pipec.passes.draft import Draft, to_csr
+from pipec.passes.draft import Draft, join, to_csr
 from pipec.topology import clock
 
 Rows = npt.NDArray[np.int64]
@@ -69,9 +72,11 @@ def behind(draft: Draft, step: Rows, flow: Clocked) -> tuple[int, ...]:
     best = np.zeros(draft.devices, np.int64)
     if steady < 1 or draft.table.group.any():
         return ()
-    ends, _ = clock([own.tolist() for own in flow.lists], flow.start, flow.needs, flow.ticks.tolist())
-    first, last = np.transpose([np.searchsorted(step[own], (steady, steady + 1)) for own in flow.lists])
     edges, updates = _edges(flow), draft.table.kind == Kind.UPDATE
+    ends, _ = clock([own.tolist() for own in flow.lists], flow.start, flow.needs, flow.ticks.tolist())
+    if not _coupled(edges, draft.devices):
+        ends = _paced(flow, _pace(ends, step, flow, steady), draft.minibatches)
+    first, last = np.transpose([np.searchsorted(step[own], (steady, steady + 1)) for own in flow.lists])
     before, after = (int((ends - flow.ticks)[flow.fed == k].min()) for k in (steady, steady + 1))
     # a moment one microbatch earlier cuts the same flow in the same way
     moments = np.unique(ends[(step == steady) & (ends > after - (after - before) // draft.minibatch)])
@@ -81,6 +86,38 @@ def behind(draft: Draft, step: Rows, flow: Clocked) -> tuple[int, ...]:
         if (own := _length(flow, np.maximum(first - left, 0), last - left)) < length:
             length, best = own, left
     return tuple(best.tolist()) if best.any() else ()
+
+
+def _coupled(edges: tuple[Rows, Rows, Rows, Rows], devices: int) -> bool:
+    """Whether every device waits for every other, if only by way of third ones."""
+    waits = np.eye(devices, dtype=np.float32)
+    waits[edges[0], edges[2]] = 1.0
+    for _ in range(devices.bit_length()):
+        waits = np.minimum(waits @ waits, 1.0)
+    return bool(waits.all())
+
+
+def _pace(ends: Rows, step: Rows, flow: Clocked, steady: int) -> int:
+    """The time from one minibatch to the next on the device where it is longest, over the later half of the steps."""
+    half = steady // 2
+    longest = 0
+    for own in flow.lists:
+        begin, end = np.searchsorted(step[own], (half, steady), side="right")
+        if 0 < begin < end:
+            longest = max(longest, int(ends[own[end - 1]] - ends[own[begin - 1]]))
+    return -(-longest // (steady - half))
+
+
+def _paced(flow: Clocked, pace: int, minibatches: int) -> Rows:
+    """When the tasks end if minibatch k is there at k times ``pace``."""
+    size = len(flow.ticks)
+    fed = np.flatnonzero(flow.fed)
+    task = np.repeat(np.arange(size), np.diff(flow.start))
+    feeds = size + np.arange(minibatches - 1)  # tasks that a device of their own runs: the k-th ends when k + 1 comes
+    needs = to_csr(join([(task, flow.needs.astype(np.int64)), (fed, size - 1 + flow.fed[fed])]), size + len(feeds))
+    ticks = np.concatenate([flow.ticks, np.full(len(feeds), max(1, pace))])
+    ends, _ = clock([*(own.tolist() for own in flow.lists), feeds.tolist()], *needs, ticks.tolist())
+    return ends[:size]
 
 
 def _reached(ends: Rows, moment: int, flow: Clocked, last: Rows, updates: npt.NDArray[np.bool_]) -> Rows:
