@@ -138,14 +138,19 @@ def minibatch_of(plan: Plan) -> Rows:
 
 
 def first_steady(table: Table, step: Rows, minibatch: int, count: int) -> int:
-    """The first of ``count`` steps from which on each is the one before, one minibatch later; ``count`` if none is."""
+    """The first of ``count`` steps from which on each is the one before, one minibatch later; ``count`` if none is.
+
+    A steady step has as many tasks as a minibatch: one that left more to the flush with every step would lose them.
+    """
     stages = np.unique(table.stage[table.kind == Kind.UPDATE])
     microbatches = int(table.microbatch[table.kind == Kind.FORWARD].max(initial=0)) + 1
     updates = max(1, minibatch // update_every(table, microbatches))
+    needed = ~np.isin(table.kind, (Kind.RECOMPUTE, Kind.COPY))
+    whole = np.bincount(step[needed], minlength=count) * microbatches == int(needed.sum()) * minibatch
     parts = [_relative(table.take(np.flatnonzero(step == k)), k, minibatch, updates, stages) for k in range(count)]
     first = count
     for k, (before, own) in reversed(list(enumerate(itertools.pairwise(parts)))):
-        if before.shape != own.shape or (before != own).any():
+        if not whole[k + 1] or before.shape != own.shape or (before != own).any():
             break
         first = k
     return first

@@ -214,12 +214,12 @@ def test_numbers_of_tasks_behind_that_cannot_be(behind: str, told: str) -> None:
 def test_steps_that_leave_more_and_more_to_the_flush_are_found() -> None:
     """Steps that run nothing, or leave out a stage, are equal too; but what they leave out would never be run."""
     plan = compiled(pipec.chain(2), 2, 1, "pipemare")
-    with pytest.raises(pipec.PlanError, match="periods.*with as many tasks as a minibatch has"):
+    with pytest.raises(pipec.PlanError, match=r"periods.*with as many tasks as a minibatch has"):
         evolve(plan, behind=(18, 18)).verify()
     plan = compiled(pipeline([[-1], [0], [0]], [1]), 3, 2, "pipedream")
     evolve(plan, behind=(0, 0, 2)).verify()
     never = evolve(plan, behind=(0, 0, int((plan.table.device == 2).sum())))
-    with pytest.raises(pipec.PlanError, match="periods.*with as many tasks as a minibatch has"):
+    with pytest.raises(pipec.PlanError, match=r"periods.*with as many tasks as a minibatch has"):
         never.verify()
     with pytest.raises(pipec.PlanError, match="no steady period"):
         _ = never.simulate().period

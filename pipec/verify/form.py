@@ -64,11 +64,7 @@ def _graph(plan: Plan) -> Iterator[str]:
             f"the plan has {plan.microbatches} microbatches in {plan.minibatches} minibatches, but minibatches are "
             "equal and a plan without a weight rule has one"
         )
-    if plan.behind and (len(plan.behind) != plan.devices or not plan.asynchronous or min(plan.behind) < 0):
-        yield (
-            f"the plan's devices leave {_list(plan.behind)} tasks of a step to the next, but that is a number of tasks "
-            f"for each of its {plan.devices} devices, and only an asynchronous plan has several steps"
-        )
+    yield from _behind(plan)
     firsts = first_stages(plan.recompute)
     if (list(firsts) != sorted({0, *firsts}) and firsts) or any(first >= stages for first in firsts):
         yield f"the plan recomputes {plan.recompute!r}, but segments begin at stage 0 and go on with later ones"
@@ -78,6 +74,19 @@ def _graph(plan: Plan) -> Iterator[str]:
     for chunk in plan.chunks:
         if not 0 <= chunk.device < plan.devices:
             yield f"chunk {chunk.index} is on device {chunk.device}; the devices are 0..{plan.devices - 1}"
+
+
+def _behind(plan: Plan) -> Iterator[str]:
+    left = f"behind={','.join(map(str, plan.behind))[:60]}"
+    if plan.behind and not plan.asynchronous:
+        yield f"the plan says {left}, but only an asynchronous plan has steps that leave tasks to the next"
+    elif plan.behind and len(plan.behind) != plan.devices:
+        yield f"the plan says {left}, but that is one number of tasks for each of its {plan.devices} devices"
+    elif plan.behind:
+        device, kind = plan.table.device, plan.table.kind
+        own = [int(((device == d) & (kind != Kind.COPY)).sum()) for d in range(plan.devices)]
+        if any(not 0 <= count <= most for count, most in zip(plan.behind, own, strict=True)):
+            yield f"the plan says {left}, but its devices have {_list(own)} tasks that a step could leave to the next"
 
 
 def _table(plan: Plan) -> Iterator[str]:

@@ -171,6 +171,7 @@ def periods(facts: Facts) -> list[str] | NotChecked:
         ]
     first = min(found.steady, plan.minibatches - 1)
     return [
-        f"step {first} is not step {first - 1} one minibatch later; an asynchronous plan shows {STEADY} steps that are "
-        f"equal before its epilogue, but only {plan.minibatches - first} of {plan.minibatches} are"
+        f"step {first} is not step {first - 1} one minibatch later, with as many tasks as a minibatch has; an "
+        f"asynchronous plan shows {STEADY} steps that are equal before its epilogue, but only "
+        f"{plan.minibatches - first} of {plan.minibatches} are"
     ]
