@@ -31,5 +31,5 @@ def part(plan: Plan, rows: Rows) -> Plan:
     kept["writer"], kept["free"] = place[kept["writer"]], place[kept["free"]]
     return evolve(
         plan, table=plan.table.take(rows), lanes=tuple(lanes), waits=Waits(start, ids), buffers=Buffers(**kept),
-        recipe=None, minibatches=1, weights="",
+        recipe=None, minibatches=1, weights="", behind=(),
     )
