@@ -18,6 +18,7 @@ from torch import nn
 
 import pipec
 from pipec.rules import Rule
+from pipec.schedules import overlap
 from pipec.schedules.slots import by_slot, slots_of
 
 
@@ -207,3 +208,14 @@ def test_closing_with_minibatches_in_flight_is_told() -> None:
                 if leave == "failure":
                     raise KeyError(leave)
                 run.flush()
+
+
+def test_overlaps_in_an_asynchronous_order_are_refused() -> None:
+    class Fused(pipec.LiveWeights):
+        def order(self, problem: Any) -> Any:
+            first, *rows = super().order(problem)
+            return [[overlap(first[0], first[1]), *first[2:]], *rows]
+
+    with pytest.raises(pipec.ScheduleError, match=r"'live-weights' is asynchronous, but orders 0F0&0F1 as one; .*Order "
+                                                  "the tasks one after another"):
+        runner(stages(), Fused())

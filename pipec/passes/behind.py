@@ -70,7 +70,7 @@ def behind(draft: Draft, step: Rows, flow: Clocked) -> tuple[int, ...]:
     """
     steady = draft.minibatches - 2  # the last step has no successor whose absence would show
     best = np.zeros(draft.devices, np.int64)
-    if steady < 1 or draft.table.group.any():
+    if steady < 1:
         return ()
     edges, updates = _edges(flow), draft.table.kind == Kind.UPDATE
     ends, _ = clock([own.tolist() for own in flow.lists], flow.start, flow.needs, flow.ticks.tolist())

@@ -34,9 +34,15 @@ def linearise(draft: Draft, costs: Costs | None = None) -> Draft:
 
     Raises:
         PlanError: on a deadlock, with the task at which every device stands and what it waits for.
-        ScheduleError: a task needs another of its group.
+        ScheduleError: a task needs another of its group, or the draft is asynchronous and has groups.
     """
     table = draft.table
+    if draft.rule is not None and table.group.any():
+        pair = "&".join(str(table.task(int(i))) for i in _members(table, int(np.flatnonzero(table.group)[0])))
+        raise ScheduleError(
+            f"schedule {draft.schedule!r} is asynchronous, but orders {pair} as one; a step could end between them, so "
+            "only synchronous schedules have overlaps. Order the tasks one after another"
+        )
     leader = leaders(table)
     task, need = data_edges(draft.graph, index_of(draft), draft.again)
     _check_independent(draft, task, need, leader)
