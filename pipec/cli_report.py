@@ -174,10 +174,11 @@ def comparison(rows: Sequence[Row]) -> str:
         *(["weights, optimizer"] if weighed else []),
         "copies",
     ]
-    made = []
+    made, refused = [], dict[str, str]()
     for row in rows:
         if row.timeline is None:
-            made.append([row.name, f"- {row.reason}"])
+            first = refused.setdefault(str(row.reason), row.name)
+            made.append([row.name, f"- {row.reason}" if first == row.name else f"- as {first}"])
             continue
         t = row.timeline
         mark = " *" if t.plan.asynchronous else ""
@@ -186,7 +187,7 @@ def comparison(rows: Sequence[Row]) -> str:
         made.append(
             [
                 f"{row.name}{mark}",
-                f"{t.period:.6g}",
+                f"{t.step:.6g}",
                 f"{t.bubble_time:.6g}",
                 f"{t.bubble:.1%}",
                 f"{max(t.peak_share):.4g}",
@@ -196,7 +197,7 @@ def comparison(rows: Sequence[Row]) -> str:
             ]
         )
     steady = any(row.timeline is not None and row.timeline.plan.asynchronous for row in rows)
-    note = "\n* asynchronous: time, bubble and copies are per steady step" if steady else ""
+    note = "\n* asynchronous: of a steady step; bubble of the period, devices not joined" if steady else ""
     return table(head, made) + note
 
 

@@ -51,16 +51,16 @@ def test_compare_shows_a_steady_step(capsys: pytest.CaptureFixture[str], tmp_pat
                        ",".join(names), "-o", str(picture))
     assert code == 0
     lines = out.splitlines()
-    assert lines[-2] == "* asynchronous: time, bubble and copies are per steady step"
+    assert lines[-2] == "* asynchronous: of a steady step; bubble of the period, devices not joined"
     rows = {line.split()[0]: line.replace(" *", "").split()[1:] for line in lines[3:-2]}
     assert [line.split()[0] for line in lines[3:-2] if " *" in line] == [n for n in names if "1f1b" not in n
                                                                          and n != "pipedream-flush"]
     assert list(rows) == names
     assert out.startswith("chain: 4 devices, 4 microbatches\n")
     assert rows["1f1b"] == rows["pipedream-flush"] == ["21", "9", "42.9%", "4", "4", "KiB", "24"]
-    assert rows["pipedream"] == ["12", "0", "0.0%", "4", "5", "KiB", "24"]
+    assert rows["pipedream"] == ["13", "0", "0.0%", "4", "5", "KiB", "24"]
     assert rows["pipemare"] == ["12", "0", "0.0%", "7", "5", "KiB", "24"]
-    assert rows["paci"] == ["12", "0", "0.0%", "4", "4", "KiB", "24"]
+    assert rows["paci"] == ["13", "0", "0.0%", "4", "4", "KiB", "24"]
     assert "pipemare" in picture.read_text(encoding="utf-8")
     out = run(capsys, "compare", *CHAIN, "-o", str(picture))[1]
     assert out.endswith(f"wrote {picture} of the synchronous schedules; name others with --schedule\n")
