@@ -27,7 +27,7 @@ class Nesterov(Rule):
     """
 
     name: ClassVar[str] = "nesterov"
-    buffers: ClassVar[int] = 1  # the weights before the last update
+    buffers: ClassVar[int] = 1  # the last change of the weights
     momentum: float = field(default=0.99, converter=_momentum)
     stash: bool = False
 
