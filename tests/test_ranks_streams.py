@@ -14,6 +14,7 @@ from models import chain, data
 from test_lanes import skipping
 from test_ranks_numbers import differences
 from test_streams import order_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipec
 from pipec.runtime.distributed import order as orders
@@ -21,6 +22,7 @@ from pipec.runtime.distributed.carriers import Wired
 from pipec.runtime.distributed.order import check_orders
 from pipec.runtime.distributed.ordered import OrderedChannels
 from pipec.runtime.distributed.stream_proof import part_problems, rank_problems
+from pipec.runtime.distributed.streams import RankStreams
 from pipec.runtime.program import build_program
 from pipec.runtime.stream_api import Call, Recorder
 
@@ -59,6 +61,49 @@ def test_the_calls_of_every_rank_are_right(how: str, crew2: Any, crew4: Any) -> 
     the host waits for nothing inside a step."""
     assert crew2(proved, 2, how, CASES[:3]) == [[[]] * 3] * 2
     assert crew4(proved, 4, how, CASES) == [[[]] * 5] * 4
+
+
+READS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::_unique2")
+
+
+class Reads(TorchDispatchMode):
+    """Operators that would let the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().split(".")[0] in READS:
+            self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def read(rank: int, how: str) -> list[str]:
+    """What the tasks of a step read from the device: nothing, once the forms of values are known."""
+    modes: list[Reads] = []
+    right = RankStreams.run
+
+    def run(self: RankStreams, *args: Any) -> None:
+        with Reads() as mode:
+            right(self, *args)
+        modes.append(mode)
+
+    net = skipping()
+    RankStreams.run = run  # type: ignore[method-assign]
+    try:
+        with on_gpus(how), pipec.Runner(net, pipec.compile(net, 2, 4, "zb-h1", data_parallel=2)) as made:
+            for _ in range(3):
+                made.step(**data(8))
+    finally:
+        RankStreams.run = right  # type: ignore[method-assign]
+    assert len(modes) == 3
+    return [name for mode in modes[1:] for name in mode.seen]
+
+
+@pytest.mark.parametrize("how", ["wired", "staged"])
+def test_no_operator_of_a_step_reads_from_the_device(how: str, crew4: Any) -> None:
+    assert crew4(read, how) == [[]] * 4
 
 
 def orders_issued(rank: int, schedule: str) -> Any:
@@ -281,18 +326,18 @@ def test_a_copy_that_has_not_ended_is_waited_for_when_the_host_waits_anyhow(crew
 # -- orders that do not fit ------------------------------------------------------------------------------------------
 
 
-def unordered(rank: int) -> list[str]:
+def unordered(rank: int, how: str) -> list[str]:
     """Orders that do not fit together: found when the runner is made, by all ranks."""
     right, net = orders.orders_of, chain(4)
     plan = pipec.compile(net, 2, 4)
     orders.orders_of = lambda *args: [row[::-1] if me else row for me, row in enumerate(right(*args))]
     told = []
     try:
-        for name, how in (("1f1b", {}), ("pipemare", {"update": "stage"})):
-            plan = pipec.compile(net, 2, 4, name, **how)
+        for name, update in (("1f1b", None), ("pipemare", "stage")):
+            plan = pipec.compile(net, 2, 4, name, update=update)
             optimizer = None if name == "1f1b" else (lambda p: torch.optim.SGD(p, 0.1))
             try:
-                with on_gpus("wired"):
+                with on_gpus(how):
                     pipec.Runner(net, plan, optimizer=optimizer)
             except pipec.RunError as error:
                 told.append(str(error))
@@ -301,10 +346,11 @@ def unordered(rank: int) -> list[str]:
     return told
 
 
-def test_a_plan_that_cannot_be_ordered_is_an_error_before_the_first_step(crew2: Any) -> None:
-    for told in crew2(unordered):
+@pytest.mark.parametrize("how", ["wired", "staged"])
+def test_a_plan_that_cannot_be_ordered_is_an_error_before_the_first_step(how: str, crew2: Any) -> None:
+    for told in crew2(unordered, how):
         assert len(told) == 2
         for text in told:
-            assert text.startswith("the plan does not run over NCCL: the orders of the ranks' transfers do not fit")
+            assert text.startswith("the plan does not run on GPUs over several processes: the orders of the ranks' tr")
             assert "\n  rank 0 sends task" in text
             assert "\n  rank 1 " in text

@@ -147,8 +147,7 @@ class GpuRanks(Ranks):
 
     def proved(self, ops: Sequence[Sequence[Op]]) -> None:
         """Raise RunError when the ranks cannot run these tasks of all devices in one order each."""
-        if self.transport is Transport.WIRED:
-            self._orders.of(ops)
+        self._orders.of(ops)
 
     def prepared(self, plan: Plan) -> Program | None:
         """The program of a synchronous plan, proved to have an order of transfers that all ranks can keep.

@@ -127,7 +127,7 @@ class Orders:
             orders = orders_of(ops, self._replicas)
             story = check_orders(orders)
             if story is not None:
-                raise RunError(f"the plan does not run over NCCL: {story}")
+                raise RunError(f"the plan does not run on GPUs over several processes: {story}")
             self._made[id(ops)] = ops, orders[self._me]
         return self._made[id(ops)][1]
 
