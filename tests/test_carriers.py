@@ -74,7 +74,7 @@ def test_what_was_sent_is_let_go_of_with_the_next_that_is_read_or_when_too_much_
     assert freed() == []
     assert [b.numel() for b in carrier.take(1)] == [expected.room]
     assert freed() == ["v0[0]:0>1 sent"]
-    assert wire.calls[-1] == "wait dv0[0]:1>0"
+    assert wire.calls[-2:] == ["wait v0[0]:0>1", "wait dv0[0]:1>0"]
     for number in (3, 4, 5):
         send(number)
     carrier.over(2)

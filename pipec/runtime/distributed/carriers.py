@@ -166,12 +166,12 @@ class Wired:
         return []
 
     def _reach(self, group: Group) -> None:
-        """Let the compute stream wait for a group, and all before it."""
+        """Let the compute stream wait for a group, and all before it, each of which torch lets go of only then."""
         if group not in self._groups:
             return
-        self._wire.wait(group.flight)
         while True:
             ended = self._groups.popleft()
+            self._wire.wait(ended.flight)
             for name, buffers in ended.held:
                 self._api.free(self._compute, name, buffers)
             if ended is group:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor
 
 from pipec.errors import RankError, RunError
@@ -38,6 +39,7 @@ from pipec.runtime.distributed.watch import Pulse
 from pipec.runtime.distributed.wires import Leg, Wire
 from pipec.runtime.executor import Device
 from pipec.runtime.program import Op, Program, Route, build_program
+from pipec.runtime.result import Result
 from pipec.runtime.stages import Stage
 from pipec.runtime.step import Step
 from pipec.spec import Spec
@@ -203,6 +205,11 @@ class GpuRanks(Ranks):
             carrier, hosts, self.place.ranks[self.replica], self.device, own, self._orders.of(own.ops),
             self._frames[plan.training], forms, self._timeout, self._council.lost, received,
         )
+
+    def settle(self, step: Step, channels: Any, work: Callable[[], None]) -> Result:
+        """Run this rank's tasks; losses, on this rank's GPU, and outputs when every rank has come to its end."""
+        result = super().settle(step, channels, work)
+        return evolve(result, losses={name: self.here(loss) for name, loss in result.losses.items()})
 
     def landed(self, channels: OrderedChannels | None) -> None:
         """Wait until the GPU has done what was queued.

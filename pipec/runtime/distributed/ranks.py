@@ -228,9 +228,8 @@ class Ranks(Held):
 
         table = self.ended(lambda: channels, row, step.plan.training)
         replica = table[self.replica * self.place.devices : (self.replica + 1) * self.place.devices]
-        result = gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
-                                 [row[FIXED:] for row in replica], self.everywhere if self.outputs == "all" else None)
-        return evolve(result, losses={name: self.here(loss) for name, loss in result.losses.items()})
+        return gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
+                               [row[FIXED:] for row in replica], self.everywhere if self.outputs == "all" else None)
 
     def landed(self, channels: Any) -> None:
         """What this rank has queued on a device has ended."""
