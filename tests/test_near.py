@@ -50,7 +50,7 @@ class Pair:
         self.ends = [traffic(plan, program.ops, rank) for rank in (0, 1)]
         self.frames: list[dict[Any, Frame]] = [{}, {}]
         one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.lines = [Lines(0, {1: one}), Lines(1, {0: two})]
+        self.lines = [Lines(0, {1: one}, timeout), Lines(1, {0: two}, timeout)]
         self.timeout = timeout
 
     def channels(self) -> list[NearChannels]:
@@ -140,8 +140,8 @@ def test_memory_that_is_not_used_any_more_is_given_back() -> None:
             made.step([torch.full((3,), float(number))])
         pool = made.lines[0].pools[1]
         blocks = [block for _, block in pool.held] + [block for own in pool._free.values() for block in own]
-        assert {len(block.memory) for block in blocks if block is not None} == {4096}
-        assert {len(one.memory) for one in made.lines[1]._seen[0].values()} == {4096}
+        assert {block.size for block in blocks if block is not None} == {4096}
+        assert {one.size for one in made.lines[1]._seen[0].values()} == {4096}
         assert len(os.listdir("/proc/self/fd")) == files  # mapped memory needs no open file
         assert torch.equal(made.step([torch.ones(100_000)])[0], torch.ones(100_000))
 
@@ -154,6 +154,25 @@ def test_a_sender_waits_for_room() -> None:
         with pytest.raises(RankError, match=f"value 's0' of microbatch {PENDING} of 1: timed out"):
             one.send((0, 1), 0, torch.tensor(1.0))
         assert two.receive((0, 1))[1] == 0.0
+
+
+def test_lines_do_not_fill_with_what_nobody_waits_for() -> None:
+    """A sender that never waits is told all the same what was read."""
+    with pair(PENDING, timeout=2.0) as made:
+        for _ in range(300):
+            one, two = made.channels()
+            for number in range(PENDING):
+                one.send((0, 1), 0, torch.tensor(float(number)))
+            assert [two.receive((0, 1))[1].item() for _ in range(PENDING)] == [*range(PENDING)]
+
+
+def test_a_rank_that_does_not_read_its_line_is_given_up() -> None:
+    def fill(lines: Lines) -> None:
+        for _ in range(10_000):
+            lines.tell(1, lines_module.KNOWN)
+
+    with pair(1, timeout=0.2) as made, pytest.raises(RuntimeError, match="timed out: the line is full"):
+        fill(made.lines[0])
 
 
 def test_many_bytes_wait_for_room_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,15 @@ class Block:
 
     Attributes:
         number: its name between the two ranks.
+        size: its bytes.
         file: open until the reader has been told of the block, -1 then.
         used: the turn in which it was taken last.
     """
 
-    __slots__ = ("_envelope", "file", "memory", "number", "used")
+    __slots__ = ("_envelope", "file", "memory", "number", "size", "used")
 
     def __init__(self, number: int, size: int) -> None:
-        self.number, self.used = number, 0
+        self.number, self.size, self.used = number, size, 0
         self.file = os.memfd_create("pipec", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.file, size)
@@ -87,7 +88,7 @@ class Pool:
         """A message is on its way."""
         self.held.append((number, block))
         if block is not None:
-            self.size += len(block.memory)
+            self.size += block.size
 
     def read(self, known: int) -> None:
         """The reader has all messages before number ``known``."""
@@ -95,8 +96,8 @@ class Pool:
         while held and held[0][0] < known:
             _, block = held.popleft()
             if block is not None:
-                self.size -= len(block.memory)
-                self._free.setdefault(len(block.memory), []).append(block)
+                self.size -= block.size
+                self._free.setdefault(block.size, []).append(block)
 
     def trimmed(self, turn: int) -> Iterator[Block]:
         """A turn begins with nothing on its way. Forget blocks that were not used for a while, as what travels has
@@ -113,10 +114,10 @@ class Pool:
 class Seen:
     """A block of another rank's as its reader sees it, with views for the form that was read from it last."""
 
-    __slots__ = ("_leaves", "_views", "memory")
+    __slots__ = ("_leaves", "_views", "memory", "size")
 
     def __init__(self, file: int, size: int) -> None:
-        self.memory = mapped(file, size)
+        self.memory, self.size = mapped(file, size), size
         self._leaves: tuple[Leaf, ...] | None = None
         self._views: list[Tensor | None] = []
 

@@ -30,6 +30,7 @@ MOST = 64  # ranks: beyond, a rank would hold too many sockets
 SAME, CHANGED, FAILED, KNOWN, ROW, DROP, GONE = range(7)  # what a record says
 NUMBERS = struct.Struct("8q")  # of a record: status, turn, task, how many messages of the other direction have been
 # read, block, its size where it is told of for the first time, place and length of a description in it
+TIME = struct.Struct("2l")  # seconds and microseconds, as the kernel has them
 DAY = 86_400.0  # seconds
 ROOM = 1 << 16  # bytes of the longest record
 FILE = socket.CMSG_SPACE(array("i", [0]).itemsize) if hasattr(socket, "CMSG_SPACE") else 0
@@ -65,8 +66,11 @@ class Lines:
         pools: per rank the blocks for what goes there.
     """
 
-    def __init__(self, me: int, sockets: dict[int, socket.socket]) -> None:
+    def __init__(self, me: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+        """``timeout``: seconds after which a rank is given up whose line is full, as it does not read."""
         self.me, self._sockets = me, sockets
+        for line in sockets.values():
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(int(timeout), int(timeout % 1 * 1e6)))
         self._poll = select.poll()
         self._peers = {line.fileno(): peer for peer, line in sockets.items()}
         for number in self._peers:
@@ -93,6 +97,8 @@ class Lines:
         self.turn = turn = self.turn + 1
         for peer, inbox in self.inbox.items():
             self.known[peer] = 0
+            while self.take(peer):  # what nobody waits for: else it would fill the line in time
+                pass
             while inbox and inbox[0].turn < turn:
                 inbox.popleft()
             for block in self.pools[peer].trimmed(turn):
@@ -122,7 +128,7 @@ class Lines:
         Raises:
             RuntimeError: that rank has ended.
         """
-        data = NUMBERS.pack(status, self.turn, task, known, block.number, len(block.memory), at, length)
+        data = NUMBERS.pack(status, self.turn, task, known, block.number, block.size, at, length)
         file = array("i", [block.file])
         try:
             self._sockets[peer].sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, file)])
@@ -146,6 +152,8 @@ class Lines:
             pass
         if peer in self._told:
             return GoneError(*self._told[peer])
+        if isinstance(error, BlockingIOError):
+            return RuntimeError("timed out: the line is full")
         return RuntimeError(self._ended.setdefault(peer, f"the line to device {peer}: {error}"))
 
     # -- receiving ------------------------------------------------------------------------------------------
@@ -279,7 +287,7 @@ class GoneError(RuntimeError):
 # -- making them ----------------------------------------------------------------------------------------------------
 
 
-def connected(group: Any, me: int, size: int) -> Lines | None:
+def connected(group: Any, me: int, size: int, timeout: float) -> Lines | None:
     """Lines to all ranks of ``group``; None, on all of them, unless all are processes of one user on one Linux host."""
     lines: dict[int, socket.socket] = {}
     door, address = _opened(size)
@@ -297,7 +305,7 @@ def connected(group: Any, me: int, size: int) -> Lines | None:
         else:
             fine = False
         if all(gather_objects(group, fine, size)):
-            return Lines(me, dict(sorted(lines.items())))
+            return Lines(me, dict(sorted(lines.items())), timeout)
     for line in lines.values():
         line.close()
     return None

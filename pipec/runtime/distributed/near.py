@@ -136,7 +136,7 @@ class NearChannels:
         if record.block < 0:
             return payload_of(self._frames[key], [])
         seen = self._lines.seen(link.peer, record.block)
-        link.size += len(seen.memory)
+        link.size += seen.size
         if record.status == SAME:
             frame = self._frames[key]
         else:

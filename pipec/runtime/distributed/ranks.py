@@ -71,7 +71,7 @@ class Ranks(Held):
         width = FIXED + max(LOSS_WIDTH * losses, losses + len(spec.inputs))
         self._lines: Lines | None = None
         if self.near:
-            self._lines = connected(self.groups.pipeline, place.device, place.devices)
+            self._lines = connected(self.groups.pipeline, place.device, place.devices, timeout)
         between_all = self._lines if place.replicas == 1 else None
         self._council = Council(self.groups, self.watch, plan, width, timeout, between_all)
         self._reducer: Reducer | None = None
