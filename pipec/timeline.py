@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipec.costs import Costs
+from pipec.excerpt import Excerpt
 from pipec.footprint import WeightMemory, weight_memory
 from pipec.ir import BACKWARDS, TO_HOST, Buffer, Kind, Lane, Plan, Task
 from pipec.periods import settled
@@ -36,6 +37,7 @@ class Timeline:
         start, end: per task, in the unit of the costs.
         cause: per task the task whose end its start waited for last, -1 at time zero.
         measured: times are from a clock and not from costs.
+        excerpt: the run and the whole plan of which this is one step or flush; None for all others.
     """
 
     def __init__(
@@ -46,9 +48,20 @@ class Timeline:
         end: Floats,
         cause: npt.NDArray[np.int32],
         measured: bool = False,
+        excerpt: Excerpt | None = None,
     ) -> None:
         self.plan, self.costs, self.start, self.end, self.cause = plan, costs, start, end, cause
-        self.measured = measured
+        self.measured, self.excerpt = measured, excerpt
+
+    @property
+    def whole(self) -> Plan:
+        """The plan; of a step of an asynchronous run the whole one."""
+        return self.plan if self.excerpt is None else self.excerpt.plan
+
+    def item(self, task: Task) -> tuple[int, int]:
+        """The (minibatch, microbatch) of one of its tasks: in the trace of an asynchronous step as its result's
+        ``finished`` counts them, else as the plan does."""
+        return divmod(task.microbatch, self.plan.minibatch) if self.excerpt is None else self.excerpt.item(task)
 
     @cached_property
     def makespan(self) -> float:
@@ -178,7 +191,9 @@ class Timeline:
         buffers = self.plan.buffers
         half, later = self._halves if weights is self.byte_weights else (np.full(len(weights), -1), weights)
         own = np.flatnonzero((buffers.device == device) & ((weights != 0) | (later != 0)))
-        times = np.concatenate([self.start[buffers.writer[own]], self.end[buffers.free[own]]])
+        writer, free = buffers.writer[own], buffers.free[own]  # -1: outside what was measured
+        times = np.concatenate([np.where(writer < 0, 0.0, self.start[writer]),
+                                np.where(free < 0, self.makespan, self.end[free])])
         change = np.concatenate([weights[own], -later[own]])
         shrunk = own[half[own] >= 0]
         times = np.concatenate([times, self.end[half[shrunk]]])
@@ -209,7 +224,8 @@ class Timeline:
     def _buffer_bytes(self) -> Floats | None:
         from pipec.simulate import buffer_bytes
 
-        return buffer_bytes(self.plan, self.costs)
+        sizes = buffer_bytes(self.whole, self.costs)
+        return sizes if sizes is None or self.excerpt is None else sizes[self.excerpt.buffers]
 
     @cached_property
     def byte_weights(self) -> Floats | None:
@@ -242,7 +258,7 @@ class Timeline:
     def weight_memory(self) -> list[WeightMemory] | None:
         """Per device the memory for weights, gradients, optimizer, stashed versions and what the weight rule keeps;
         None when ``weight_bytes`` of a stage is unknown. Stashed versions count in ``peak_bytes`` too."""
-        return weight_memory(self.plan, self.costs)
+        return weight_memory(self.whole, self.costs)
 
     @cached_property
     def critical_path(self) -> list[int]:
@@ -287,6 +303,12 @@ class Timeline:
 
         write_trace([self, *others], path, names=names, unit=unit)
 
+    @property
+    def _measured(self) -> str:
+        if self.excerpt is not None:
+            return f"; one measured step of an asynchronous plan, the {self.excerpt.name}"
+        return "; measured" if self.measured else ""
+
     def _steady(self, unit: str) -> str:
         period, step = f"period {self.period:.5g}{unit} a minibatch", f"step {self.step:.5g}{unit}"
         return f"{period}, {step}, " if self.plan.asynchronous else ""
@@ -299,7 +321,8 @@ class Timeline:
         lines = [
             f"{self.plan.graph.name}: {self.plan.schedule}, {self.plan.devices} devices, "
             f"{self.plan.minibatch} microbatches"
-            + (f" a minibatch, weights: {self.plan.weights}" if self.plan.asynchronous else ""),
+            + (f" a minibatch, weights: {self.whole.weights}" if self.whole.asynchronous else "")
+            + self._measured,
             f"makespan {self.makespan:.5g}{unit}, span {self.span:.5g}{unit}, {self.copies} copies"
             + ("" if self.copy_bytes is None else f" of {show_bytes(self.copy_bytes)}")
             + (f", {self.host_copies} to and from host memory" if self.host_copies else "")

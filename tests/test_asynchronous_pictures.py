@@ -136,7 +136,7 @@ def test_stashed_weights_count_as_live_bytes() -> None:
     assert plan.simulate(pipec.Costs(stages={f"s{i}": sizes for i in range(4)})).peak_bytes is None
     text = str(plan.simulate(known))
     assert "weights and optimizer at most 700 B a device: weights 100 B, gradients 100 B, optimizer 200 B" in text
-    assert "period 3 a minibatch, bubble 0.0%" in text
+    assert "period 3 a minibatch, step 4, bubble 0.0%" in text
     assert f"laid out over {plan.minibatches} minibatches" in text
     with pytest.raises(pipec.ScheduleError, match="bytes are unknown for the weights of stage 's0'"):
         chain(4, 1, "pipedream", costs=pipec.Costs(stages={f"s{i}": sizes for i in range(4)}), memory_limit=1000)

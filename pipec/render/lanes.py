@@ -59,7 +59,7 @@ class Tasks:
             chunk_of,
             max(seen.values(), default=1),
             kinds,
-            bool((plan.table.version > 0).any()),
+            timeline.excerpt is not None or bool((plan.table.version > 0).any()),
             bool(np.isin(shown, path).any()),
             any(len(ids) for ids in view.others.values()),
             bool(len(copies)),
@@ -73,10 +73,19 @@ class Tasks:
         return shade(task.kind, self.chunk_of.get(task.stage, 0), self.chunks)
 
     def item(self, task: Task) -> str:
-        """The microbatch of a task; with its slice, the first one too, where microbatches are cut into slices."""
+        """The microbatch of a task; with its slice, the first one too, where microbatches are cut into slices; after
+        its minibatch in a step of an asynchronous run."""
+        if self.timeline.excerpt is not None:
+            return self.timeline.excerpt.label(task)
         if self.timeline.plan.slices == 1 or task.kind in (Kind.UPDATE, Kind.REDUCE):
             return task.item
         return f"{task.microbatch}.{task.slice}"
+
+    def of_run(self, task: Task) -> str:
+        """Which microbatch of which minibatch a task is for, in words; of an UPDATE the minibatch."""
+        minibatch, microbatch = self.timeline.item(task)
+        one = task.kind is Kind.UPDATE or self.timeline.plan.minibatch == 1
+        return f"minibatch {minibatch}" if one else f"microbatch {microbatch} of minibatch {minibatch}"
 
     def stage_name(self, task: Task) -> str:
         return "all stages" if task.stage < 0 else shorten(self.timeline.plan.graph.stages[task.stage].name)
@@ -87,7 +96,10 @@ class Tasks:
         start, end = float(timeline.start[index]), float(timeline.end[index])
         unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
         what = f"{task}: {WORDS[task.kind]} of {self.stage_name(task)}"
-        what += f", microbatch {self.item(task)}" if task.kind is not Kind.UPDATE else ""
+        if timeline.excerpt is not None:
+            what = f"{WORDS[task.kind]} of {self.stage_name(task)}, {self.of_run(task)} ({task} of the plan)"
+        elif task.kind is not Kind.UPDATE:
+            what += f", microbatch {self.item(task)}"
         rows = [what, f"{start:.6g} to {end:.6g}{unit} ({end - start:.4g})"]
         if self.versions:
             makes = f"replaces weight version {task.version} by {task.version + 1}"
@@ -121,6 +133,7 @@ def label_sizes(tasks: Tasks, view: View, scale: float) -> dict[int, float]:
         spans = (timeline.end - timeline.start)[own]
         usual = float(np.median(spans)) * scale
         widest = str(int(table.microbatch[own].max())) + ".0" * bool((table.slice[own] > 0).any())
+        widest = widest if timeline.excerpt is None else timeline.excerpt.widest
         fits = [size for size in SIZES if text_width(widest, size) <= usual - 2.5]
         made[kind] = max(fits, default=0.0)
     return made
@@ -277,7 +290,8 @@ def copy_tooltip(tasks: Tasks, task: Task, index: int) -> tuple[str, ...]:
     value = shorten(timeline.plan.graph.values[task.value].name)
     what = f"gradient of {value}" if task.gradient else value
     return (
-        f"{task}: copy of {what}, microbatch {tasks.item(task)}",
+        f"{task}: copy of {what}, microbatch {tasks.item(task)}" if timeline.excerpt is None
+        else f"copy of {what}, {tasks.of_run(task)} ({task} of the plan)",
         ("host memory" if task.host == "from" else f"device {task.device}") + " to "
         + ("host memory" if task.host == "to" else f"device {task.peer}"),
         f"{timeline.start[index]:.6g} to {timeline.end[index]:.6g}",

@@ -30,7 +30,11 @@ def legend_items(
         if chunks > 1:
             word += f" (a device's chunks 1 to {chunks})" if kind == kinds[0] else ""
         entries.append((swatches, word, WORDS[kind].replace(", ", "-")))
-    entries.append(([], "number: microbatch", "number"))
+    if any(t.timeline.excerpt is None for t in all_tasks):
+        entries.append(([], "number: microbatch", "number"))
+    excerpts = {t.timeline.plan.minibatch > 1 for t in all_tasks if t.timeline.excerpt is not None}
+    words = {False: "number: minibatch", True: "5.2: microbatch 2 of minibatch 5, as in result.finished"}
+    entries += [([], words[cut], "number") for cut in sorted(excerpts)]
     if lanes and any(t.has_copies for t in all_tasks):
         entries.append(([(HUES[Kind.COPY], "#555555", 0.5)], "copy", "copy"))
     if any(t.critical_shown for t in all_tasks):
@@ -39,8 +43,8 @@ def legend_items(
         entries.append(([("#FFFFFF", INK, 1.1)], "runs as one", "group"))
     if any(t.timeline.plan.asynchronous for t in all_tasks):
         entries.append(([("#FFFFFF", STEP, 1.4)], "end of a step", "step"))
-        if any(t.versions for t in all_tasks):
-            entries.append(([], "w2: reads weight version 2", "version"))
+    if any(t.versions for t in all_tasks):
+        entries.append(([], "w2: reads weight version 2", "version"))
     if any(t.timeline.plan.slices > 1 for t in all_tasks):
         entries.append(([], "3.1: slice 1 of microbatch 3", "slice"))
     if any(t.others_shown for t in all_tasks):

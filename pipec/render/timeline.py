@@ -109,7 +109,7 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     axis = Axis(begin, end, MARGIN + LEFT, width / (end - begin) if end > begin else 0.0)
     several = len(timelines) > 1
     heads = _headline(timelines, views, several)
-    names = list(titles) if titles is not None else [t.plan.schedule for t in timelines]
+    names = list(titles) if titles is not None else [_name(t) for t in timelines]
     y = MARGIN
     items: list[Item] = []
     for row, (text, size, ink, css) in enumerate(heads):
@@ -170,6 +170,14 @@ def summary(timeline: Timeline) -> str:
     return " · ".join(parts)
 
 
+def _name(timeline: Timeline) -> str:
+    """What tells a timeline from others beside it."""
+    schedule = timeline.plan.schedule
+    if timeline.excerpt is not None:
+        return f"{schedule}, measured {timeline.excerpt.name}"
+    return f"{schedule}, measured" if timeline.measured else schedule
+
+
 def _where(peaks: Sequence[float]) -> str:
     """The device with the largest peak, or that all have it."""
     if len(peaks) > 1 and max(peaks) - min(peaks) <= 1e-9 * max(peaks):
@@ -190,17 +198,22 @@ def _headline(timelines: Sequence[Timeline], views: Sequence[View], several: boo
     if len({p.devices for p in plans}) == 1:
         parts.append(f"{plan.devices} device{'s' * (plan.devices > 1)}")
     if len({p.minibatch for p in plans}) == 1:
-        each = " a minibatch" if any(p.asynchronous for p in plans) else ""
+        each = " a minibatch" if any(t.whole.asynchronous for t in timelines) else ""
         parts.append(f"{plan.minibatch} microbatch{'es' * (plan.minibatch > 1)}{each}")
     if plan.slices > 1 and len({p.slices for p in plans}) == 1:
         parts.append(f"{plan.slices} slices")
-    if plan.asynchronous and not several:
-        parts.append(f"weights {shorten(plan.weights)}")
+    if timelines[0].whole.asynchronous and not several:
+        parts.append(f"weights {shorten(timelines[0].whole.weights)}")
     if plan.recompute != "never" and not several:
         parts.append(f"recompute {shorten(plan.recompute.replace('_', ' '))}")
-    if plan.update and not several and not plan.asynchronous:
+    if plan.update and not several and not timelines[0].whole.asynchronous:
         parts.append("one update" if plan.update == "all" else f"update per {plan.update}")
+    excerpt = None if several else timelines[0].excerpt
+    if excerpt is None and all(t.measured for t in timelines):
+        parts.append("measured")
     rows = [(" · ".join(parts), 15.0, INK, "title")]
+    if excerpt is not None:
+        rows.append((f"one measured step of an asynchronous plan: {excerpt.name}", 12.0, INK, "title"))
     if not several:
         rows.append((summary(timelines[0]), 11.0, "#333333", "summary"))
     notes = list(dict.fromkeys(v.note for v in views if v.note))

@@ -133,7 +133,8 @@ def _processes(given: list[Timeline], names: Sequence[str] | None, unit: str) ->
 
 def _name(timeline: Timeline) -> str:
     plan = timeline.plan
-    return f"{plan.graph.name}: {plan.schedule}, {'measured' if timeline.measured else 'simulated'}"
+    what = "" if timeline.excerpt is None else f" {timeline.excerpt.name}"
+    return f"{plan.graph.name}: {plan.schedule}, {'measured' if timeline.measured else 'simulated'}{what}"
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -232,7 +233,7 @@ def _events(process: Process, first_flow: int) -> Iterator[Event]:
             task = plan.table.task(index)
             at = {"pid": pid, "tid": tid, "ts": int(clock.begin[index])}
             length = int(clock.end[index] - clock.begin[index])
-            yield {"ph": "X", **_label(plan, task, sizes), **at, "dur": length}
+            yield {"ph": "X", **_label(process.timeline, task, sizes), **at, "dur": length}
             if task.kind is Kind.COPY:
                 continue
             # Arrows bind to the slice around them, so right after it in the file and at its last nanosecond.
@@ -243,7 +244,7 @@ def _events(process: Process, first_flow: int) -> Iterator[Event]:
         for index in track.instants:
             task = plan.table.task(index)
             at = {"pid": pid, "tid": tid, "ts": int(clock.begin[index])}
-            yield {"ph": "i", "s": "t", **_label(plan, task, sizes), **at}
+            yield {"ph": "i", "s": "t", **_label(process.timeline, task, sizes), **at}
     yield from _counters(process)
 
 
@@ -260,12 +261,16 @@ def _sizes(timeline: Timeline) -> list[int | None]:
     return value_bytes(timeline.plan, timeline.costs)
 
 
-def _label(plan: Plan, task: Task, sizes: list[int | None]) -> Event:
+def _label(timeline: Timeline, task: Task, sizes: list[int | None]) -> Event:
     """Name, category and arguments of a task."""
+    plan = timeline.plan
     stage = plan.graph.stages[task.stage].name if task.stage >= 0 else "all stages"
     kind = task.kind.name.lower()
     about: dict[str, Any] = {"task": str(task), "kind": kind, "stage": stage}
-    about["minibatch" if task.kind is Kind.UPDATE else "microbatch"] = task.microbatch
+    if timeline.excerpt is not None:
+        about["minibatch"], about["microbatch"] = timeline.item(task)
+    else:
+        about["minibatch" if task.kind is Kind.UPDATE else "microbatch"] = task.microbatch
     if plan.slices > 1:
         about["slice"] = task.slice
     if plan.replicas > 1:

@@ -11,6 +11,7 @@ from attrs import frozen
 
 from pipec.errors import RenderError
 from pipec.ir import Lane
+from pipec.render.dot import text_width
 from pipec.timeline import Timeline
 
 BAND = 9_000  # tasks a picture holds before only its beginning is drawn
@@ -157,6 +158,8 @@ def axis_width(view: View, width: float | None = None) -> float:
     if width is not None:
         return width
     per_task = (view.end - view.begin) / view.mean if view.end > view.begin else 1.0
+    if view.timeline.excerpt is not None:  # numbers as long as the run
+        return min(max(per_task * (VERSIONED + text_width(view.timeline.excerpt.widest, 7.0)), 520.0), WIDEST)
     if view.timeline.plan.asynchronous:  # forwards too have room for their microbatch and weight version
         return min(max(per_task * VERSIONED, 520.0), WIDEST)
     return min(max(min(per_task * ROOM, 1100.0), per_task * ROOM / 2.5, 520.0), WIDEST)

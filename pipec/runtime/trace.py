@@ -8,15 +8,16 @@ import numpy as np
 from attrs import evolve
 
 from pipec.costs import Costs
+from pipec.excerpt import Excerpt
 from pipec.ir import Kind, Plan
 from pipec.timeline import Timeline
 
 
-def measured(plan: Plan, begun: Sequence[int], ended: Sequence[int]) -> Timeline:
+def measured(plan: Plan, begun: Sequence[int], ended: Sequence[int], excerpt: Excerpt | None = None) -> Timeline:
     """Start and end of every task in milliseconds from the first one's start; given in nanoseconds.
 
     A task's cause is whatever ended last before it began among the task before it on its lane and what it waited
-    for.
+    for. ``excerpt``: what the plan is a part of, where it is one step of an asynchronous one.
     """
     starts, ends = np.asarray(begun, np.int64), np.asarray(ended, np.int64)
     zero = starts[starts > 0].min(initial=np.iinfo(np.int64).max)
@@ -33,4 +34,4 @@ def measured(plan: Plan, begun: Sequence[int], ended: Sequence[int]) -> Timeline
     costs = evolve(plan.costs or Costs(), unit="ms")
     copies = plan.table.kind == Kind.COPY
     end = np.where(copies, np.maximum(end, start), end)
-    return Timeline(plan, costs, start, end, cause, measured=True)
+    return Timeline(plan, costs, start, end, cause, True, excerpt)

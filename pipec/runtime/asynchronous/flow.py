@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
-import numpy as np
 from torch.optim import Optimizer
 
 from pipec.errors import Problem, RaceError, RunError, note, raise_all
+from pipec.excerpt import Excerpt
 from pipec.ir import Plan
 from pipec.runtime.alone import Alone
 from pipec.runtime.asynchronous import rescheduling as rates
 from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.device import OverlappedDevice
-from pipec.runtime.asynchronous.part import part
+from pipec.runtime.asynchronous.measured import Measured, measured_part
 from pipec.runtime.asynchronous.program import Segment, build_steps
 from pipec.runtime.asynchronous.reads import OnRead
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
@@ -59,7 +59,7 @@ class Flow:
         self.fed = 0
         self.on_read: OnRead | None = None
         self.pending: list[Finished] = []
-        self.measured: tuple[Segment, list[int], list[int], Any] | None = None  # the last step's tasks and their times
+        self.measured: Measured | None = None  # the last step or flush
         self._known: list[dict[Any, set[Any]]] = [{} for _ in weights]
         self._devices: list[OverlappedDevice] = []
         self._party = party or Alone()
@@ -144,15 +144,10 @@ class Flow:
         found, self.pending = self.pending, []
         return result_of(self.spec, self.plan.minibatch, found, self._party.elsewhere_outputs())
 
-    def measured_part(self) -> tuple[Plan, list[int], list[int]]:
-        """The last step's tasks as a plan, and when each began and ended."""
+    def measured_part(self) -> tuple[Plan, list[int], list[int], Excerpt]:
+        """The last step's tasks as a plan, when each began and ended, and what it is an excerpt of."""
         assert self.measured is not None
-        segment, starts, ends, clock = self.measured
-        if clock is not None:
-            clock.write(starts, ends)
-        starts, ends = self._party.gathered(starts, ends)
-        rows = np.asarray(sorted(op.task for lane in segment.ops for op in lane), np.int64)
-        return part(self.plan, rows), [starts[row] for row in rows.tolist()], [ends[row] for row in rows.tolist()]
+        return measured_part(self.plan, self.steps, self.measured, self._party)
 
     def drop(self) -> None:
         """Forget everything in flight."""
@@ -207,7 +202,9 @@ class Flow:
             raise
         for device in self._devices:
             device.finished(segment.finished)
-        self.measured = segment, window.starts, window.ends, window.clock
+        numbers = tuple(-1 if flight is None else flight.number for flight in window.flights)
+        self.measured = Measured(segment, step, window.starts, window.ends, window.clock, numbers,
+                                 [own.updates - own.version for own in self.weights])
         return found
 
     @property

@@ -98,6 +98,11 @@ class Steps:
     _flushes: dict[int, Segment] = field(factory=dict)
 
     @property
+    def step_of(self) -> Rows:
+        """Per task of the plan the step that runs it."""
+        return self._periods.step
+
+    @property
     def updates(self) -> int:
         return self.plan.minibatch // self.every
 
