@@ -24,9 +24,11 @@ from pipec.runtime.distributed.claims import (
     local_place,
     transport_of,
 )
+from pipec.runtime.distributed.gpu_ranks import GpuRanks, meetings, routes_of
 from pipec.runtime.distributed.gpus import Accelerators, Distributed
 from pipec.runtime.distributed.group import make_groups
 from pipec.runtime.distributed.local import local_spec
+from pipec.runtime.distributed.order import Transfer, check_orders
 from pipec.runtime.distributed.sample import NOTHING, sample_of
 from pipec.runtime.placement import homes, place_stages
 from pipec.runtime.stages import bind
@@ -142,6 +144,16 @@ def test_ranks_need_gloo_beside_any_other_backend(monkeypatch: pytest.MonkeyPatc
         make_groups(pipec.compile(chain(2), 2), None, 1, 10.0)
 
 
+def test_every_stage_of_a_rank_is_on_its_one_device() -> None:
+    plan = pipec.compile(chain(4), 2, 2)
+    for name in ("cuda:1", "xpu:0"):
+        device = torch.device(name)
+        ranks: Any = SimpleNamespace(memory=device)
+        where = GpuRanks.real(ranks, plan)
+        assert where is not None
+        assert homes(plan, where) == [device] * 4
+
+
 def test_only_the_stages_of_a_rank_move_to_its_device() -> None:
     net = chain(4)
     plan = pipec.compile(net, 2, 2)
@@ -155,6 +167,21 @@ def test_only_the_stages_of_a_rank_move_to_its_device() -> None:
 def test_what_is_on_a_device_is_not_compared_between_ranks() -> None:
     assert sample_of(torch.ones(3)) != NOTHING
     assert sample_of({"a": torch.ones(3), "b": torch.ones(3, device="meta")}) == NOTHING
+
+
+def test_ranks_meet_on_every_route_in_rounds_that_both_ends_have_alike() -> None:
+    plan = pipec.compile(pipec.chain(8), 4, 4, placement="looped")
+    routes = routes_of(plan)
+    assert {(0, 1), (1, 0), (3, 0), (0, 3)} <= routes
+    rounds = [meetings(me, routes, (0, 1, 2, 3), torch.device("cpu")) for me in range(4)]
+    met = [[leg.name for legs in own for leg in legs] for own in rounds]
+    for source, target in routes:
+        name = f"meets {source}>{target}"
+        assert [own.count(name) for own in met] == [int(me in (source, target)) for me in range(4)]
+    groups = [tuple(tuple(Transfer(hash(leg.name), tuple(int(n) for n in leg.name[6:].split(">")))  # type: ignore[arg-type]
+                          for leg in legs) for legs in own) for own in rounds]
+    assert check_orders(groups) is None
+    assert meetings(0, set(), (0, 1), torch.device("cpu")) == []
 
 
 # -- over real processes ----------------------------------------------------------------------------------------------

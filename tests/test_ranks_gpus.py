@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from fake_gpus import FakeGpus, on_gpus, there
-from models import WIDTH, chain, data, of_modules, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import WIDTH, chain, data, of_modules, options, recipes, same
 from ranks import crew
 from test_ranks_asynchronous import saved as saved_asynchronous
 from test_ranks_asynchronous import trained
 from test_ranks_failure import survived
-from test_ranks_numbers import differences, jumping, large
+from test_ranks_numbers import differences, drawn, jumping, large
 from test_ranks_reduce import clip_tied, replicated, scaled, train_tied
 from test_ranks_saving import alone, resume, save, whole
 from torch import nn
@@ -43,6 +45,18 @@ def numbers(rank: int, size: int) -> list[str]:
 def test_numbers_are_those_of_the_reference(how: str, crew2: Any, crew4: Any) -> None:
     assert crew2(there, how, numbers, 2) == [[]] * 2
     assert crew4(there, how, numbers, 4) == [[]] * 4
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_pipeline(data: Any, crew2: Any) -> None:
+    recipe = data.draw(recipes().filter(lambda r: len(r.nodes) >= 2))
+    how = data.draw(options(recipe).filter(lambda o: o["devices"] == 2))
+    if callable(how["schedule"]):
+        how["schedule"] = data.draw(st.integers(0, 1000))
+    microbatches = how.pop("microbatches")
+    for transport in HOW:
+        assert crew2(there, transport, drawn, recipe, how, microbatches) == [[]] * 2
 
 
 def by_torch(rank: int) -> list[str]:

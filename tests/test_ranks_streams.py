@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipec
 from pipec.runtime.distributed import order as orders
+from pipec.runtime.distributed import ordered
 from pipec.runtime.distributed.carriers import Wired
 from pipec.runtime.distributed.order import check_orders
 from pipec.runtime.distributed.ordered import OrderedChannels
@@ -104,6 +105,35 @@ def read(rank: int, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["wired", "staged"])
 def test_no_operator_of_a_step_reads_from_the_device(how: str, crew4: Any) -> None:
     assert crew4(read, how) == [[]] * 4
+
+
+def room_made(rank: int, schedule: str) -> tuple[int, int]:
+    """The most messages there was room for at a time, and the most groups that were held."""
+    most = [0, 0]
+
+    class Counted(Wired):
+        def issue(self, legs: Any) -> None:
+            super().issue(legs)
+            most[:] = max(most[0], len(self._coming)), max(most[1], len(self._groups))
+
+    import pipec.runtime.distributed.gpu_ranks as module
+
+    net = chain(4)
+    module.Wired = Counted  # type: ignore[misc]
+    try:
+        with on_gpus("wired"), pipec.Runner(net, pipec.compile(net, 2, 64, schedule)) as run:
+            for _ in range(2):
+                run.step(**data(64))
+    finally:
+        module.Wired = Wired  # type: ignore[misc]
+    return most[0], most[1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_memory_for_messages_does_not_grow_with_the_microbatches(schedule: str, crew2: Any) -> None:
+    for coming, held in crew2(room_made, schedule):
+        assert 0 < coming <= ordered.AHEAD + 1
+        assert held <= ordered.PENDING + ordered.AHEAD + 1
 
 
 def orders_issued(rank: int, schedule: str) -> Any:
