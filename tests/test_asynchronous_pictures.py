@@ -12,9 +12,10 @@ from test_render_timeline import Svg, box, label, tip
 import pipec
 from pipec import PipeDream, PipeMare
 from pipec.footprint import weight_memory
-from pipec.ir import Plan
+from pipec.ir import Kind, Lane, Plan
 from pipec.periods import periods
 from pipec.render import draw
+from pipec.render.picture import DPI
 from pipec.steady import measured_period
 from pipec.timeline import Timeline
 
@@ -34,10 +35,11 @@ def start_of(line: ElementTree.Element) -> float:
 def test_steps_and_versions_are_drawn() -> None:
     plan = chain(3, 2, "pipedream")
     svg = Svg(draw(plan))
-    names = ["prologue", "step 3 (steady)", "step 4", "step 5", "epilogue"]
+    names = ["prologue, steps of minibatches 0 to 1", "step of minibatch 2 (steady)", "step of minibatch 3",
+             "step of minibatch 4", "epilogue, the flush"]
     assert [label(g) for g in svg.of("step") if label(g) and "end of" not in label(g)] == names
     ends = [svg.by_id(f"step-{k}") for k in (1, 2, 3, 4)]
-    assert [tip(g) for g in ends] == [f"end of step {k}" for k in (2, 3, 4, 5)]
+    assert [tip(g) for g in ends] == [f"end of the step of minibatch {k}" for k in (1, 2, 3, 4)]
     left = [start_of(g) for g in ends]
     assert np.allclose(np.diff(left), np.diff(left)[0], atol=0.1)
     assert left[0] == pytest.approx(box(svg.by_id("task-0F4"))[0], abs=1.5)
@@ -56,9 +58,86 @@ def test_forwards_show_their_microbatch_and_version(schedule: str) -> None:
     plan = chain(4, 4, schedule)
     svg = Svg(draw(plan))
     assert "number: microbatch" in svg.text("legend")
-    late = [task for device in plan.tasks for task in device if task.kind is pipec.Kind.FORWARD and task.microbatch > 9]
+    end = plan.simulate().end
+    drawn = [plan.table.task(row) for own in plan.lanes for row in own[Lane.COMPUTE].tolist() if end[row] < 40]
+    late = [task for task in drawn if task.kind is pipec.Kind.FORWARD and task.microbatch > 9]
     assert late
     assert [label(svg.by_id(f"task-{task}")) for task in late] == [f"{t.microbatch} w{t.version}" for t in late]
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "schedule"), [
+    (4, 4, "pipedream"), (8, 4, "pipemare"), (8, 1, "pipedream"), (8, 1, "pipemare"), (2, 8, "pipemare"),
+])
+def test_a_picture_shows_two_steady_steps_at_the_size_of_a_screen(
+    devices: int, microbatches: int, schedule: str
+) -> None:
+    plan = chain(devices, microbatches, schedule)
+    timeline, found = plan.simulate(), periods(plan)
+    picture = draw(timeline)
+    assert picture.size is not None
+    assert 600 <= picture.size[0] * DPI / 72 <= 2200
+    shown = {tip(g).split(":")[0] for g in Svg(picture).of("task")}
+    rows = np.flatnonzero((found.step >= found.steady) & (found.step < found.steady + 2)
+                          & (plan.table.kind != Kind.COPY))
+    assert {str(plan.table.task(row)) for row in rows.tolist()} <= shown
+    everything = [f"task-{task}" for d in range(devices) for task in plan.compute(d)]
+    for whole in (draw(timeline, time=(0, timeline.makespan)), draw(timeline, width=2000)):
+        assert sorted(g.get("id") or "" for g in Svg(whole).of("task")) == sorted(everything)
+        assert "steady steps and" not in Svg(whole).all_text
+    note = rf"steady steps and what leads to them: time [\d.]+ to [\d.]+ of {timeline.makespan:g}; all of it with time="
+    assert re.search(note, Svg(picture).all_text)
+
+
+def test_a_long_period_is_drawn_alone() -> None:
+    plan = chain(4, 32, "pipedream")
+    picture = draw(plan)
+    assert picture.size is not None
+    assert picture.size[0] * DPI / 72 <= 3600
+    shown = {tip(g).split(":")[0] for g in Svg(picture).of("task")}
+    found = periods(plan)
+    first, second = ({str(plan.table.task(row)) for row in found.ids(step).tolist()
+                      if plan.table.kind[row] != Kind.COPY} for step in (found.steady, found.steady + 1))
+    assert first <= shown
+    assert not second <= shown
+
+
+def test_plans_side_by_side_share_a_time() -> None:
+    plans = [chain(4, 4, schedule) for schedule in ("1f1b", "pipedream", "pipemare")]
+    picture = draw(plans)
+    assert picture.size is not None
+    assert picture.size[0] * DPI / 72 <= 2200
+    svg = Svg(picture)
+    assert svg.all_text.count("steady steps and what leads to them: time 0 to 49 of 69") == 1
+    lanes = [box(svg.by_id(f"p{panel}-lane-0")) for panel in range(3)]
+    assert lanes[1][2] == lanes[2][2] > lanes[0][2]
+    assert len(svg.of("makespan")) == 1  # that of 1f1b; the others go on
+    for panel in range(1, 3):
+        right = max(box(g)[2] for g in svg.of("task", "forward") if (g.get("id") or "").startswith(f"p{panel}-"))
+        assert right <= lanes[panel][2] + 0.1
+
+
+def test_updates_without_duration_are_ticks_between_boxes() -> None:
+    plan = chain(3, 2, "pipedream")
+    svg = Svg(draw(plan))
+    order = [g.get("id") or "" for g in svg.of("task")]
+    for device in range(3):
+        lane = box(svg.by_id(f"lane-{device}"))
+        for task in plan.compute(device):
+            if task.kind is not Kind.UPDATE:
+                continue
+            left, top, right, bottom = box(svg.by_id(f"task-{task}"))
+            assert right - left == pytest.approx(3.0, abs=0.05)
+            assert top < lane[1] - 3
+            assert bottom > lane[3] + 3
+            before = box(svg.by_id(f"task-{device}B{2 * task.microbatch + 1}"))
+            assert (left + right) / 2 == pytest.approx(before[2], abs=0.1)
+            assert order.index(f"task-{task}") > max(k for k, name in enumerate(order) if "U" not in name)
+            assert f"replaces weight version {task.version} by {task.version + 1}" in tip(svg.by_id(f"task-{task}"))
+    assert "update" in svg.text("legend")
+    timed = Svg(draw(plan, costs=pipec.Costs(update=1.0)))
+    lane, tall = box(timed.by_id("lane-0")), box(timed.by_id("task-0U0"))
+    assert (tall[1], tall[3]) == pytest.approx((lane[1], lane[3]), abs=0.1)
+    assert tall[2] - tall[0] > 5
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipemare", "predicted", "live-weights", "nesterov"])

@@ -60,6 +60,7 @@ def test_numbers_and_versions_are_the_runs(schedule: str, microbatches: int) -> 
         check(run.flush(), "flush after minibatch 7")
         for number in range(8, 12):
             check(run.step(**given[number]), f"step of minibatch {number}")
+        run.flush()
 
 
 def test_a_picture_says_what_it_is_and_whose_numbers_it_shows(tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_a_picture_says_what_it_is_and_whose_numbers_it_shows(tmp_path: Path) ->
         for batch in batches(7, 8):
             result = run.step(**batch)
         timeline = run.trace()
+        run.flush()
     svg = Svg(draw(timeline))
     assert "2 devices · 4 microbatches a minibatch · weights corrected decay=0.135" in svg.text("title")
     assert "one measured step of an asynchronous plan: step of minibatch 6" in svg.text("title")
@@ -95,6 +97,7 @@ def test_one_microbatch_a_minibatch_is_told_by_its_minibatch() -> None:
         run.flush()
         run.step(**batches(1, 8)[0])
         empty = run.trace()
+        run.flush()
     svg = Svg(draw(timeline))
     assert "number: minibatch" in svg.text("legend")
     task = computed(timeline, Kind.FORWARD)[0]
@@ -112,6 +115,7 @@ def test_memory_is_that_of_the_whole_plan(schedule: str) -> None:
             run.step(**batch)
             peaks.append(run.trace().peak_share)
         timeline = run.trace()
+        run.flush()
     assert timeline.weight_memory == simulated.weight_memory
     assert [max(own) for own in zip(*peaks, strict=True)] == pytest.approx(simulated.peak_share)
     wanted = "the weight rule's own" if schedule == "pipemare" else "stashed versions"

@@ -172,8 +172,9 @@ WORDS = {
     ),
     "pipedream": (
         "1F1B without a flush: minibatches of four microbatches follow each other, and every device updates as soon as "
-        "it has a minibatch's gradients. Under each number stands the weight version that the task reads; the blue "
-        "borders end the steps, of which three steady ones are drawn. Backwards read the version of their forward.",
+        "it has a minibatch's gradients. Under each number stands the weight version that the task reads; purple "
+        "ticks are updates, and the blue borders end the steps, of which two steady ones are drawn. Backwards read the "
+        "version of their forward.",
         "for few stages, when gradients must be exact for the weights they were taken at.",
     ),
     "pipedream-2bw": (
@@ -245,7 +246,7 @@ def entries() -> list[Entry]:
             "pipec.PipeMare(segments=3) on six devices: two segments, of which only the first devices keep inputs. The "
             " yellow tasks of a segment follow each other, each just before its backward.",
             "when activations of many stages do not fit.",
-            lambda: draw(asynchronous_plan(pipec.PipeMare(segments=3), 6), copies=True, time=(0, 120)),
+            lambda: draw(asynchronous_plan(pipec.PipeMare(segments=3), 6), copies=True),
         ),
         Entry(
             "compare",

@@ -16,6 +16,7 @@ from pipec.timeline import Timeline
 LANE_HEIGHT = 30.0
 SIZES = (10.0, 9.0, 8.0, 7.0, 6.0)  # of the numbers in boxes
 SLIVER = 2.0  # points: what a task without duration takes
+TICK, OVER = 3.0, 3.5  # points: how wide an update without duration is, and how far it stands out over its lane
 To = Callable[[float], float]
 
 
@@ -147,21 +148,26 @@ def task_boxes(
     lane: dict[int, float],
     height: float,
 ) -> Iterator[Item]:
-    """A box per task; those on the critical path last, so that no neighbour covers their outline.
+    """A box per task; those on the critical path last, so that no neighbour covers their outline, and at the very end
+    updates that take no time, as ticks across the lane.
 
     Tasks that run as one are outlined together, see :func:`group_frames`.
     """
     sizes = label_sizes(tasks, view, scale)
     late: list[Item] = []
+    ticks: list[Item] = []
     for device, top in lane.items():
         yield from _others(view, device, x, top, height)
         for index in view.shown[device].tolist():
             box = _task_box(tasks, index, x, top, height, sizes)
-            if index in tasks.critical:
+            if tasks.timeline.plan.table.kind[index] == Kind.UPDATE and box.width == TICK:
+                ticks.append(box)
+            elif index in tasks.critical:
                 late.append(box)
             else:
                 yield box
     yield from late
+    yield from ticks
 
 
 def group_frames(tasks: Tasks, view: View, x: To, lane: dict[int, float], height: float) -> Iterator[Line]:
@@ -213,6 +219,8 @@ def _task_box(
     if slim:
         width = SLIVER
     fill = tasks.colour(task)
+    if slim and task.kind is Kind.UPDATE:
+        left, top, width, height, fill = left - TICK / 2, top - OVER, TICK, height + 2 * OVER, HUES[task.kind]
     critical = index in tasks.critical
     framed = critical and not task.group
     label, small, size = _label(tasks, task, width, height, sizes[task.kind])

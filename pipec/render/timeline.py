@@ -17,7 +17,7 @@ from pipec.render.memory import FILLED, Memory, choose_memory, steps, strip
 from pipec.render.palette import AXIS, GRID, INK, LANE, LIMIT, PALE, WARN
 from pipec.render.picture import Picture
 from pipec.render.steps import ROOM, step_borders
-from pipec.render.window import View, axis_width, view
+from pipec.render.window import View, axis_width, fitted_width, steady_windows, view
 from pipec.timeline import Timeline, show_bytes
 
 LEFT, LIMIT_ROOM, MARGIN = 92.0, 62.0, 14.0
@@ -95,7 +95,11 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
         raise RenderError(
             f"one time axis cannot show the units {', '.join(map(repr, units))}; give all Costs the same unit="
         )
-    views = [view(t, options.devices, options.microbatches, options.time, options.width) for t in timelines]
+    several = len(timelines) > 1
+    views = [
+        view(t, options.devices, options.microbatches, options.time, options.width, steady)
+        for t, steady in zip(timelines, steady_windows(timelines), strict=True)
+    ]
     begin, end = min(v.begin for v in views), max(v.end for v in views)
     width = (
         max(
@@ -106,8 +110,9 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
         else options.width
     )
     width = min(width, 4_800.0) if options.width is None else width
+    if several and any(v.fitted for v in views):
+        width = fitted_width(views)
     axis = Axis(begin, end, MARGIN + LEFT, width / (end - begin) if end > begin else 0.0)
-    several = len(timelines) > 1
     heads = _headline(timelines, views, several)
     names = list(titles) if titles is not None else [_name(t) for t in timelines]
     y = MARGIN
@@ -327,7 +332,7 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
     if options.lanes:
         for device, y in panel.lane.items():
             items += copy_lane(tasks, device, axis.x, panel.view, y + panel.lane_height + 2, panel.copy_height)
-    if several and axis.begin <= timeline.makespan <= axis.end:
+    if several and axis.begin <= timeline.makespan <= min(axis.end, panel.view.end):
         x, last = axis.x(timeline.makespan), max(panel.lane.values()) + panel.lane_height
         items.append(Line(((x, min(panel.lane.values()) - 3), (x, last + 3)), INK, 1.2, css="makespan"))
     if panel.memory is not None:

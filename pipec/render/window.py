@@ -11,6 +11,7 @@ from attrs import frozen
 
 from pipec.errors import RenderError
 from pipec.ir import Lane
+from pipec.periods import periods
 from pipec.render.dot import text_width
 from pipec.timeline import Timeline
 
@@ -20,6 +21,9 @@ THIN = 3.0  # points: a task drawn narrower than this on average is a smear
 WIDEST = 2_400.0  # points, the widest time axis chosen
 ROOM = 24.0  # points, a comfortable average task
 VERSIONED = 33.0  # points, an average task with a weight version under its number
+CLOSE = 24.0  # points, the least for such a task
+DENSE = 14.0  # points, for such a task beside other timelines
+FITTED = 860.0  # points: the time axis of an asynchronous plan, where that is enough; a screen with its margins
 MOST_DEVICES = 512
 
 
@@ -34,6 +38,7 @@ class View:
     shown: dict[int, npt.NDArray[np.int32]]
     others: dict[int, npt.NDArray[np.int32]]
     note: str
+    fitted: bool = False  # the time was chosen here, for an asynchronous plan
 
     @property
     def count(self) -> int:
@@ -83,8 +88,11 @@ def view(
     microbatches: Any = None,
     time: Any = None,
     width: float | None = None,
+    steady: tuple[float, float] | None = None,
 ) -> View:
     """The tasks to draw: all, a window, or for a large plan without a window its beginning.
+
+    ``steady``: the time to draw of an asynchronous plan without a window, see :func:`steady_windows`.
 
     Raises:
         RenderError: an empty or impossible window, or one with more tasks than a picture can show.
@@ -99,6 +107,8 @@ def view(
     wanted = None if microbatches is None else numbers(microbatches, "microbatches", plan.microbatches)
     lanes = {d: plan.lanes[d][Lane.COMPUTE] for d in chosen}
     begin, end = (0.0, timeline.makespan) if time is None else interval(time)
+    steady = steady if time is None and wanted is None and width is None else None
+    begin, end = steady or (begin, end)
     if begin < timeline.makespan:  # an axis past the end would show nothing
         end = min(end, timeline.makespan)
     inside = {d: _inside(timeline, ids, begin, end) for d, ids in lanes.items()}
@@ -110,7 +120,8 @@ def view(
             f"{timeline.makespan:g}"
         )
     window = devices is not None or wanted is not None or time is not None
-    made = View(timeline, chosen, begin, end, inside, {d: lanes[d][:0] for d in chosen}, "")
+    made = View(timeline, chosen, begin, end, inside, {d: lanes[d][:0] for d in chosen},
+                "" if steady is None else _steady_note(timeline, begin, end), steady is not None)
     if not window:
         return _band(made, width)
     _check(made, width)
@@ -123,6 +134,43 @@ def view(
         inside,
         others if wanted is not None else made.others,
         _window_note(made, devices is not None, wanted),
+        made.fitted,
+    )
+
+
+def steady_windows(timelines: Sequence[Timeline]) -> list[tuple[float, float] | None]:
+    """The time of each timeline that is drawn where none is asked for: of asynchronous plans what :func:`_steady` says,
+    from the start and to one end where several stand under each other. None: all of it."""
+    made = [_steady(timeline) if timeline.plan.asynchronous else None for timeline in timelines]
+    if len(made) == 1 or not any(made):
+        return made
+    last = max(own[1] for own in made if own is not None)
+    return [(0.0, min(last, t.makespan)) if t.plan.asynchronous else None for t in timelines]
+
+
+def _steady(timeline: Timeline) -> tuple[float, float] | None:
+    """When two steady steps run, or one where two are too long, with as much of what leads to them as fits; None where
+    everything does."""
+    plan, found = timeline.plan, periods(timeline.plan)
+    spans = (timeline.end - timeline.start)[np.concatenate([own[Lane.COMPUTE] for own in plan.lanes])]
+    spans = spans[spans > 0]
+    if found.steady >= plan.minibatches or not len(spans):
+        return None
+    room = FITTED / CLOSE * float(spans.mean())
+    if timeline.makespan <= room:
+        return None
+    steps = [found.ids(step) for step in range(found.steady, min(found.steady + 2, plan.minibatches))]
+    begin = float(timeline.start[steps[0]].min())
+    ends = [float(timeline.end[own].max()) for own in steps]
+    end = max((end for end in ends if end - begin <= room), default=ends[0])
+    begin = max(0.0, min(begin, end - room))
+    return begin if begin > 0.2 * end else 0.0, end  # no little piece is left out
+
+
+def _steady_note(timeline: Timeline, begin: float, end: float) -> str:
+    return (
+        f"steady steps and what leads to them: time {begin:.6g} to {end:.6g} of {timeline.makespan:.6g}; "
+        f"all of it with time=(0, {timeline.makespan:.6g})"
     )
 
 
@@ -160,9 +208,17 @@ def axis_width(view: View, width: float | None = None) -> float:
     per_task = (view.end - view.begin) / view.mean if view.end > view.begin else 1.0
     if view.timeline.excerpt is not None:  # numbers as long as the run
         return min(max(per_task * (VERSIONED + text_width(view.timeline.excerpt.widest, 7.0)), 520.0), WIDEST)
+    if view.fitted:
+        return min(max(min(per_task * VERSIONED, FITTED), per_task * CLOSE, 520.0), WIDEST)
     if view.timeline.plan.asynchronous:  # forwards too have room for their microbatch and weight version
         return min(max(per_task * VERSIONED, 520.0), WIDEST)
     return min(max(min(per_task * ROOM, 1100.0), per_task * ROOM / 2.5, 520.0), WIDEST)
+
+
+def fitted_width(views: Sequence[View]) -> float:
+    """Points for the time axis of several timelines, some of which are of asynchronous plans, with a chosen time."""
+    span = max(view.end for view in views) - min(view.begin for view in views)
+    return min(max([FITTED, *(span / view.mean * DENSE for view in views if view.fitted)]), WIDEST)
 
 
 def _band(whole: View, width: float | None) -> View:
