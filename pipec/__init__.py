@@ -30,13 +30,15 @@ from pipec.schedules import (
 from pipec.schedules import list_schedules as schedules
 from pipec.spec import Spec
 from pipec.timeline import Timeline
+from pipec.tuning import Tuning, tune
 from pipec.values import skip
 
 __version__ = "0.1.0"
 __all__ = [
     "Costs", "Delayed", "Kind", "Lane", "LiveWeights", "Nesterov", "PipeDream", "PipeDream2BW", "PipeMare",
-    "PipecError", "Pipeline", "Plan", "PlanError", "Predicted", "RankError", "RenderError", "Rescheduling", "Result",
-    "RunError", "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline",
-    "TruncatedExponential", "WeightsRead", "activations", "chain", "check", "compile", "deferred_batch_norm", "draw",
-    "lazy", "parse_schedule", "profile", "reference", "schedules", "skip", "torch_csv",
+    "PipecError", "Pipeline", "Plan", "PlanError", "Predicted", "RankError", "RenderError", "Rescheduling",
+    "Result", "RunError", "Runner", "ScheduleError", "Spec", "SpecError", "StageCosts", "Task", "Timeline",
+    "TruncatedExponential", "Tuning", "WeightsRead", "activations", "chain", "check", "compile",
+    "deferred_batch_norm", "draw", "lazy", "parse_schedule", "profile", "reference", "schedules", "skip",
+    "torch_csv", "tune",
 ]

@@ -26,6 +26,7 @@ from pipec.cli_arguments import (
     schedules_arguments,
     simulate_arguments,
     trace_arguments,
+    tune_arguments,
 )
 from pipec.cli_input import (
     Given,
@@ -35,7 +36,18 @@ from pipec.cli_input import (
     draw_options,
     load_targets,
 )
-from pipec.cli_report import compare_rows, comparison, figures, heading, one_line, pictured, show_json, table, told
+from pipec.cli_report import (
+    compare_rows,
+    comparison,
+    figures,
+    heading,
+    one_line,
+    pictured,
+    show_json,
+    table,
+    told,
+    tuned,
+)
 from pipec.compiler import compile as compile_plan
 from pipec.dsl import chain
 from pipec.errors import PipecError, PlanError
@@ -177,6 +189,23 @@ def run_compare(arguments: Arguments) -> int:
     return 0
 
 
+def run_tune(arguments: Arguments) -> int:
+    found = tuned(_one(arguments), arguments)
+    if arguments.json:
+        show_json([
+            {"schedule": trial.schedule, "microbatches": trial.microbatches, "recompute": trial.recompute}
+            | ({"error": trial.reason} if trial.timeline is None else {"time": trial.time} | figures(trial.timeline))
+            for trial in found.trials
+        ])
+    else:
+        print(found)
+    best = found.best  # told on stderr when there is none
+    if not arguments.json:
+        mode = found.trials[0].recompute.replace("_", "-")
+        print(f"\nthe fastest: --schedule {best.schedule} --microbatches {best.minibatch} --recompute {mode}")
+    return 0
+
+
 def what_of(policy: Any) -> str:
     """The first paragraph of a policy's own documentation."""
     text = type(policy).__doc__ or ""
@@ -262,6 +291,16 @@ COMMANDS = (
         ),
         compare_arguments,
         run_compare,
+    ),
+    Command(
+        "tune",
+        "try schedules, microbatches and recompute, and print the fastest within the memory",
+        (
+            "pipec tune --stages 8 --devices 4 --memory-limit 4activations",
+            "pipec tune net.py:unet --devices 4 --microbatches 8 --try-microbatches 4,8,16 --overhead 0.1",
+        ),
+        tune_arguments,
+        run_tune,
     ),
     Command(
         "draw",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipec.cli_input import add_compile_options, add_target, add_window_options, count
+from pipec.cli_input import add_compile_options, add_target, add_window_options, count, numbers
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +79,17 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     _json(parser)
     _output(parser, "one picture of all schedules on one time axis; without a suffix .svg")
     add_window_options(parser)
+
+
+def tune_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    add_compile_options(parser, several=True)
+    group = parser.add_argument_group("what is tried; costs and activations are those of --microbatches")
+    group.add_argument("--try-microbatches", type=numbers, metavar="4,8,16",
+                       help="numbers of microbatches (default: once, twice and four times the devices)")
+    group.add_argument("--overhead", type=float, default=0.0, metavar="T",
+                       help="time of every task beside what depends on its rows (default: 0)")
+    _json(parser)
 
 
 def schedules_arguments(parser: argparse.ArgumentParser) -> None:

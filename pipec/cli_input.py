@@ -211,12 +211,12 @@ def compile_with(given: Given, arguments: Arguments, schedule: str) -> Plan:
             given.plan.verify(memory_limit=arguments.memory_limit)
         return given.plan
     assert given.spec is not None
-    policy = load_schedule(schedule)
+    policy: Any = schedule if schedule == "auto" else load_schedule(schedule)
     forward_only = arguments.forward_only or not given.spec.losses
     update = None if arguments.update == "none" else arguments.update
     if arguments.update is None and is_asynchronous(policy) and not forward_only:
         update = "stage"  # the only way there is
-    devices = arguments.devices or getattr(policy, "devices", None) or _devices(given.spec)
+    devices = arguments.devices or getattr(policy, "devices", None) or devices_of(given.spec)
     return compile_plan(
         given.spec,
         devices,
@@ -233,7 +233,8 @@ def compile_with(given: Given, arguments: Arguments, schedule: str) -> Plan:
     )
 
 
-def _devices(spec: Spec) -> int:
+def devices_of(spec: Spec) -> int:
+    """The number of devices that the stages say they are on."""
     own = [stage.device for stage in spec.stages if stage.device is not None]
     if not own:
         raise UsageError("--devices is needed: the stages do not say their device")
@@ -340,7 +341,7 @@ def add_compile_options(parser: argparse.ArgumentParser, several: bool = False) 
         metavar="NAME",
         help="names, file.py:function or a CSV of PyTorch's pipelining, separated by commas (default: all)"
         if several
-        else "a name that `pipec schedules` lists, file.py:function, or a CSV of PyTorch's pipelining (default: 1f1b)",
+        else "a name of `pipec schedules`, auto, file.py:function, or a CSV of PyTorch's pipelining (default: 1f1b)",
     )
     group.add_argument("--placement", choices=("linear", "looped", "v"), help="default: the schedule's own")
     group.add_argument("--chunks", type=count, metavar="V", help="chunks per device, for a looped placement")

@@ -10,12 +10,13 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from pipec.cli_input import Given, UsageError, compile_with, costs_of
-from pipec.errors import PipecError, PlanError, ScheduleError
+from pipec.cli_input import Given, UsageError, compile_with, costs_of, devices_of, load_schedule
+from pipec.errors import PlanError, ScheduleError
 from pipec.ir import Kind
 from pipec.periods import settled
 from pipec.schedules import ALIASES, SCHEDULES
 from pipec.timeline import Timeline, show_bytes
+from pipec.tuning import RECOMPUTE, Tuning, brief, tune
 
 Arguments = argparse.Namespace
 OPTIONS = {
@@ -143,13 +144,21 @@ def compare_rows(given: Sequence[Given], arguments: Arguments) -> list[Row]:
     return rows
 
 
-def brief(error: PipecError) -> str:
-    """Why a schedule cannot serve: the first of several problems, without their heading."""
-    found: list[str] = re.findall(r"^\s+\d+\. (.*)$", str(error), flags=re.MULTILINE)
-    if not found:
-        return one_line(error)
-    count = re.search(r": (\d+) problems\n", str(error))
-    return found[0] + (f" (and {int(count[1]) - 1} more)" if count else "")
+def tuned(given: Given, arguments: Arguments) -> Tuning:
+    """What the options try."""
+    if given.spec is None:
+        raise UsageError(f"{given.name} is a plan already; tune takes a pipeline")
+    devices = arguments.devices or devices_of(given.spec)
+    names = [part.strip() for part in arguments.schedule.split(",")] if arguments.schedule else None
+    options = {name: getattr(arguments, name) for name in ("placement", "chunks", "slices", "update")
+               if getattr(arguments, name) not in (None, "none")}
+    return tune(
+        given.spec, devices, arguments.try_microbatches or (devices, 2 * devices, 4 * devices),
+        schedules=None if names is None else [load_schedule(name) for name in names],
+        recompute=RECOMPUTE if arguments.recompute is None else [arguments.recompute.replace("-", "_")],
+        costs=costs_of(arguments, given), costs_at=arguments.microbatches or 2 * devices, overhead=arguments.overhead,
+        memory_limit=arguments.memory_limit, **options, forward_only=arguments.forward_only,
+    )
 
 
 def copies_of_step(timeline: Timeline) -> int:

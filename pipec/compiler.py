@@ -53,7 +53,8 @@ def compile(  # noqa: A001 - the verb of this library
         devices: number of logical devices; by default those that a schedule from a file is written for.
         microbatches: pieces a minibatch is cut into; by default as the schedule says, else 1. The plan of an
             asynchronous schedule lays out as many minibatches as show its prologue, three steady periods and epilogue.
-        schedule: a name (see :func:`pipec.schedules`), an object with a method ``order(problem)``, or a function.
+        schedule: a name (see :func:`pipec.schedules`), an object with a method ``order(problem)``, a function, or
+            "auto": the fastest of all synchronous ones under ``costs`` and ``memory_limit``, see :func:`pipec.tune`.
         placement: "linear", "looped", "v", a mapping from stage names to devices, or one device per stage; by
             default the stages' ``device=``, else the schedule's own.
         chunks: chunks per device for a looped placement; by default one per stage.
@@ -73,6 +74,13 @@ def compile(  # noqa: A001 - the verb of this library
         SpecError, ScheduleError, PlanError: the declaration, the choice of schedule, or the plan is at fault.
     """
     spec = spec_of(pipeline, "compile")
+    if isinstance(schedule, str) and schedule == "auto":
+        from pipec.tuning import fastest
+
+        return fastest(spec, devices, microbatches, recompute, {
+            "placement": placement, "chunks": chunks, "slices": slices, "update": update, "update_early": update_early,
+            "forward_only": forward_only, "data_parallel": data_parallel, "costs": costs, "memory_limit": memory_limit,
+        })
     policy = find_schedule(schedule)
     devices = getattr(policy, "devices", None) if devices is None else devices
     microbatches = getattr(policy, "microbatches", 1) if microbatches is None else microbatches

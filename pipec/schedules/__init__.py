@@ -109,8 +109,8 @@ def find_schedule(schedule: Any) -> Policy:
         if schedule not in SCHEDULES:
             near = meant(schedule, [*SCHEDULES, *ALIASES])
             raise ScheduleError(
-                f"unknown schedule {schedule!r}{near}; known are {', '.join(SCHEDULES)}, or pass a function of a "
-                "problem, an object with a method order(problem), or pipec.parse_schedule(text)"
+                f"unknown schedule {schedule!r}{near}; known are {', '.join(SCHEDULES)} and auto, or pass a function "
+                "of a problem, an object with a method order(problem), or pipec.parse_schedule(text)"
             )
         return SCHEDULES[schedule]()
     if isinstance(schedule, type):
