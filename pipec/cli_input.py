@@ -108,9 +108,13 @@ def load_target(target: str) -> Given:
     module = _run(path)
     if name is None:
         found = [key for key, value in vars(module).items() if isinstance(value, (Pipeline, Spec, Plan))]
-        if len(found) != 1:
-            many = f"several: {', '.join(found)}" if found else "none"
-            raise PipecError(f"{path} holds {many}; name the pipeline or plan as {path}:object")
+        if not found:
+            raise PipecError(
+                f"{path} holds no Pipeline or Plan; name a function that returns one as {path}:function, or make one "
+                "outside of functions"
+            )
+        if len(found) > 1:
+            raise PipecError(f"{path} holds several: {', '.join(found)}; name the pipeline or plan as {path}:object")
         name = found[0]
     return _given(_part(module, name, path), f"{path}:{name}")
 

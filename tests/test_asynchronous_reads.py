@@ -70,6 +70,18 @@ def test_ages_are_those_of_the_plan() -> None:
             assert [seen[kind, stage, 7, 0][0] for stage in "abc"] == list(ages), name
 
 
+def test_a_read_prints_shapes() -> None:
+    seen: list[pipec.WeightsRead] = []
+    with runner(stages(), "pipedream", 1) as run:
+        run.watch_weights(seen.append)
+        run.step(**batches(1)[0])
+        run.flush()
+    told = repr(seen[0])
+    assert "microbatch=0" in told
+    assert f"weights={{{', '.join(f'{name!r}: {tuple(w.shape)}' for name, w in seen[0].weights.items())}}}" in told
+    assert "tensor(" not in told
+
+
 def test_corrected_and_predicted_weights_are_seen_as_they_were_read() -> None:
     run: pipec.Runner
     moved = []

@@ -24,7 +24,8 @@ def test_what_asynchronous_plans_cannot_do_is_told_at_once() -> None:
         runner(modules, before_update=lambda parameters: None, scaler=torch.amp.GradScaler("cpu"))
     told = str(caught.value)
     assert told.startswith("asynchronous schedule 'pipemare': 5 problems")
-    for part in ("before_update sees all gradients at once", "bfloat16, which needs no loss scaling",
+    for part in ("before_update sees all gradients at once", "optimizer.register_step_pre_hook(clip)",
+                 "bfloat16, which needs no loss scaling",
                  "stages 'a' and 'b' share the parameter '0.weight' ('1.weight' there)", "deferred_batch_norm"):
         assert part in told
 

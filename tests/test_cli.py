@@ -159,6 +159,7 @@ def test_schedules_lists_all_with_figures(capsys: pytest.CaptureFixture[str]) ->
         (1, "bad.json is no JSON", ("plan", "bad.json")),
         (1, "net.py has no 'nothing'; it holds unet, spec, plan", ("plan", "net.py:nothing")),
         (1, "net.py holds several: unet, spec, plan; name the pipeline", ("plan", "net.py")),
+        (1, "empty.py holds no Pipeline or Plan; name a function that returns one", ("plan", "empty.py")),
         (1, "net.py:number is a int; expected a Pipeline, a Spec, a Plan, or a function", ("plan", "net.py:number")),
         (1, "net.py:broken() failed: KeyError: 'oops'", ("plan", "net.py:broken")),
         (1, "too few for 5 devices", ("plan", "net.py:unet", "--devices", "5")),
@@ -208,6 +209,7 @@ def test_errors_are_one_line_with_an_exit_code(
     capsys: pytest.CaptureFixture[str], script: Path, code: int, message: str, arguments: tuple[str, ...]
 ) -> None:
     script.write_text(SCRIPT.replace('print("loading")', ""), encoding="utf-8")
+    Path("empty.py").write_text("import pipec\n")
     Path("bad.json").write_text("{", encoding="utf-8")
     Path("fails.py").write_text("import pipec\nraise ValueError('two lines')\n")
     Path("exits.py").write_text("raise SystemExit(0)\n")

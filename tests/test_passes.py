@@ -119,6 +119,10 @@ def test_balance_is_optimal(weights: list[int], data: st.DataObject) -> None:
             "placement of pipeline 'chain': stage 's1' has no device; 'mid' is no stage",
         ),
         (
+            {"placement": {"s0": 0, "s2": 1, "S-1": 1}},
+            "placement of pipeline 'chain': stage 's1' has no device; 'S-1' is no stage (did you mean 's1'?)",
+        ),
+        (
             {"devices": 4},
             "pipeline 'chain' has 3 stages, too few for 4 devices, which need 4; compile for at most 3 devices "
             "or declare more stages",
@@ -135,6 +139,10 @@ def test_balance_is_optimal(weights: list[int], data: st.DataObject) -> None:
         (
             {"recompute": "sometimes"},
             "recompute: unknown mode 'sometimes'; modes are never, always, except_last",
+        ),
+        (
+            {"recompute": {"S_2": "always"}},
+            "recompute: 'S_2' is no stage (did you mean 's2'?); modes are never, always, except_last",
         ),
         (
             {"recompute": {"mid": "always", "s0": "often"}},

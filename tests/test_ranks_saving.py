@@ -158,6 +158,30 @@ def test_names_of_stages(crew2: Any, tmp_path: Path) -> None:
     assert sorted({*first, *second}) == ["a.bias", "a.weight", "b.bias", "b.weight", "c.weight"]
 
 
+def own_checkpoint(rank: int, folder: str) -> str:
+    net = chain(3)
+    with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
+        torch.save(run.checkpoint(), f"{folder}/{rank}.pt")
+        with pytest.raises(pipec.RunError) as error:
+            run.load_state_dict({})
+    return str(error.value)
+
+
+def test_one_ranks_checkpoint_is_told_from_the_whole(crew2: Any, tmp_path: Path) -> None:
+    advice = "what one rank of several has is only its own part: write with run.save(folder) on all ranks"
+    assert all(advice in text for text in crew2(own_checkpoint, str(tmp_path)))
+    net = chain(3)
+    with pipec.Runner(net, pipec.compile(net, 1, 4), backend="replay") as run:
+        for rank, missing in ((0, "s2.0.weight"), (1, "s0.0.weight")):
+            with pytest.raises(pipec.RunError) as error:
+                run.restore(torch.load(tmp_path / f"{rank}.pt"))
+            assert f"missing: {missing}" in str(error.value)
+            assert advice in str(error.value)
+        with pytest.raises(pipec.RunError) as error:
+            run.load_state_dict({"other.weight": torch.zeros(1)})
+        assert advice not in str(error.value)  # no part of this model
+
+
 def wrong(rank: int, path: str) -> str:
     net = chain(3)
     with pipec.Runner(net, pipec.compile(net, 2, 4)) as run, pytest.raises(pipec.RunError) as error:
@@ -173,4 +197,5 @@ def test_checkpoints_that_do_not_fit(crew2: Any, tmp_path: Path) -> None:
         run.save(tmp_path / "short")
     first, second = crew2(wrong, str(tmp_path / "short"))
     assert "missing: s2.0.weight, s2.0.bias" in first + second
+    assert "run.save" not in first + second  # that is what wrote it
     assert {first.split(":")[0], second.split(":")[0]} == {"RunError", "RankError"}

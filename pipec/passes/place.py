@@ -8,6 +8,7 @@ from typing import Any
 from pipec.costs import Costs
 from pipec.errors import Problem as SpecProblem
 from pipec.errors import ScheduleError, SpecError, raise_all
+from pipec.given import meant
 from pipec.ir import Chunk, Kind
 from pipec.spec import Spec
 
@@ -52,7 +53,7 @@ def place(
     if isinstance(placement, Mapping):
         problems = [f"stage {s.name!r} has no device" for s in spec.stages if s.name not in placement]
         names = {s.name for s in spec.stages}
-        problems += [f"{name!r} is no stage" for name in placement if name not in names]
+        problems += [f"{name!r} is no stage{meant(name, names)}" for name in placement if name not in names]
         if problems:
             raise ScheduleError(f"placement of pipeline {spec.name!r}: " + "; ".join(problems))
         return _mapped(spec, devices, [placement[s.name] for s in spec.stages])

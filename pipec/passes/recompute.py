@@ -13,6 +13,7 @@ import numpy as np
 from attrs import evolve
 
 from pipec.errors import ScheduleError
+from pipec.given import meant
 from pipec.ir import Kind, concat_tables
 from pipec.passes.draft import Draft, index_of, leaders
 
@@ -76,7 +77,7 @@ def stage_modes(draft: Draft, mode: Any) -> list[str]:
         given = dict(mode)
     else:
         raise ScheduleError(f"recompute must be {', '.join(MODES)}, or a mapping from stage names, got {mode!r}")
-    wrong = [f"{name!r} is no stage" for name in given if name not in names]
+    wrong = [f"{name!r} is no stage{meant(name, names)}" for name in given if name not in names]
     wrong += [f"unknown mode {m!r}" for m in dict.fromkeys(given.values()) if m not in MODES]
     if wrong:
         raise ScheduleError(f"recompute: {'; '.join(wrong)}; modes are {', '.join(MODES)}")

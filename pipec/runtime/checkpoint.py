@@ -53,9 +53,10 @@ def save(
 
 
 def restore(
-    found: Sequence[Owner], optimizers: Optimizers, scaler: Any, state: Any, elsewhere: AbstractSet[int] = frozenset()
+    found: Sequence[Owner], optimizers: Optimizers, scaler: Any, state: Any, elsewhere: AbstractSet[int] = frozenset(),
+    part: str = "",
 ) -> Position:
-    """Load a checkpoint; where the random numbers go on is returned.
+    """Load a checkpoint; where the random numbers go on is returned. ``part``: what to say where it has only a part.
 
     Raises:
         RunError: listing everything that does not fit; nothing is loaded then.
@@ -68,7 +69,7 @@ def restore(
         )
     if state["format"] != FORMAT:
         raise RunError(f"{what}: it has format {state['format']!r}, this version of pipec reads {FORMAT}")
-    problems = model_problems(found, state["model"])
+    problems = model_problems(found, state["model"], part, bool(elsewhere))
     ready, more = _fit_optimizers(found, optimizers, state["optimizer"], elsewhere)
     problems += more
     if state["scaler"] and scaler is None:

@@ -19,6 +19,8 @@ Model = nn.Module | Mapping[str, Tensor]
 State = Mapping[str, Any]
 MOST = 8  # names in one message
 COMPILED = "_orig_mod."  # what torch.compile puts into the names of what it wraps
+PART = "; what one rank of several has is only its own part: write with run.save(folder) on all ranks, and read with " \
+       "run.load(folder), on any number of them"
 
 
 @frozen(eq=False)
@@ -134,15 +136,20 @@ def state_dict(found: Sequence[Owner], without: AbstractSet[int] = frozenset()) 
     }
 
 
-def model_problems(found: Sequence[Owner], state: State) -> list[Problem]:
+def model_problems(found: Sequence[Owner], state: State, part: str = "", many: bool = False) -> list[Problem]:
     """Everything that keeps ``state`` from being loaded.
 
     A name is missing when none of the names of the same tensor is there; several must agree.
+
+    Args:
+        part: what to say where it seems to be only a part of the model.
+        many: this process is one rank of many.
     """
     own, same = live(found), _tied(found)
     missing = [name for name in own if not any(other in state for other in same[name])]
     unknown = [name for name in state if name not in own]
-    problems = [Problem(f"missing: {', '.join(missing)}")] if missing else []
+    partly = many or (not unknown and any(name in state for name in own))
+    problems = [Problem(f"missing: {', '.join(missing)}{part * partly}")] if missing else []
     hint = "; names are stage.key, or those of the module given as Runner(model=...)" if missing else ""
     problems += [Problem(f"unknown: {', '.join(unknown)}{hint}")] if unknown else []
     checked: set[str] = set()

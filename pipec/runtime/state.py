@@ -14,6 +14,7 @@ from pipec.errors import RunError, raise_all
 from pipec.ir import Plan
 from pipec.runtime import checkpoint, names
 from pipec.runtime.alone import Alone
+from pipec.runtime.asynchronous.result import CLIP
 from pipec.runtime.optim import Updater
 from pipec.runtime.randomness import Position
 from pipec.runtime.stages import Stage
@@ -70,7 +71,7 @@ class Stateful:
         """
         if self.plan.asynchronous:
             raise RunError(f"asynchronous schedule {self.plan.schedule!r}: clip_grad_norm_() sees no gradient, every "
-                           "stage updates on its own; clip per stage in an optimizer's step")
+                           f"stage updates on its own; {CLIP}")
         if self._updater.update is not None and not self._updater.in_hook:
             raise RunError(
                 f"clip_grad_norm_: the plan was compiled with update={self._updater.update!r}, so step() has used the "
@@ -97,7 +98,8 @@ class Stateful:
         Raises:
             RunError: listing every name that is missing, unknown or of another shape; nothing is loaded then.
         """
-        raise_all(f"state of pipeline {self.spec.name!r}", names.model_problems(self._owners, state), RunError)
+        part = names.PART, bool(self._party.elsewhere(self.spec, self.stages))
+        raise_all(f"state of pipeline {self.spec.name!r}", names.model_problems(self._owners, state, *part), RunError)
         self._drain()
         names.load_model(self._owners, state)
 
@@ -133,11 +135,11 @@ class Stateful:
             RunError: listing everything that does not fit; nothing is loaded then.
         """
         with self._alone():
-            self._restore(state)
+            self._restore(state, names.PART)
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any], part: str = "") -> None:
         self._position = checkpoint.restore(self._owners, self.optimizers, self._updater.scaler, state,
-                                            self._party.elsewhere(self.spec, self.stages))
+                                            self._party.elsewhere(self.spec, self.stages), part)
         if self._flow is not None:
             self._flow.drop()
             self._flow.pending = [own for own in self._flow.pending if own.minibatch < self._position.step]

@@ -18,7 +18,7 @@ from pipec.runtime.asynchronous.delays import TruncatedExponential
 from pipec.runtime.asynchronous.flow import Flow
 from pipec.runtime.asynchronous.reads import OnRead
 from pipec.runtime.asynchronous.rescheduling import Rescheduling
-from pipec.runtime.asynchronous.result import IDLE, SYNCHRONOUS, AsynchronousResult, Finished, result_of
+from pipec.runtime.asynchronous.result import CLIP, IDLE, SYNCHRONOUS, AsynchronousResult, Finished, result_of
 from pipec.runtime.asynchronous.weights import StageWeights, named
 from pipec.runtime.backends import Backend
 from pipec.runtime.choose import make_backend
@@ -250,8 +250,8 @@ def refusals(run: Any) -> list[Problem]:
     problems = []
     if run._updater.hook is not None:
         problems.append(Problem(
-            "before_update sees all gradients at once, but every stage updates on its own; clip per stage in an "
-            "optimizer's step, or use a synchronous schedule"
+            f"before_update sees all gradients at once, but every stage updates on its own; {CLIP}; or use a "
+            "synchronous schedule"
         ))
     if run._updater.scaler is not None:
         problems.append(Problem(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from pipec.ir import Kind
 from pipec.runtime.asynchronous.weights import Leaves, StageWeights
+
+
+def _shapes(weights: dict[str, Tensor]) -> str:
+    return "{" + ", ".join(f"{name!r}: {tuple(value.shape)}" for name, value in weights.items()) + "}"
 
 
 @frozen(eq=False)
@@ -31,7 +35,7 @@ class WeightsRead:
     minibatch: int
     microbatch: int
     age: int
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(repr=_shapes)
 
 
 OnRead = Callable[[WeightsRead], None]

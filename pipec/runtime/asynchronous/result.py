@@ -17,6 +17,7 @@ from pipec.spec import Spec
 FILLING = "the pipeline is still filling"
 IDLE = "nothing was in flight"
 SYNCHRONOUS = "the plan is synchronous, so every step finishes its own minibatch and nothing is left to flush"
+CLIP = "clip per stage, in a hook of its optimizer: optimizer.register_step_pre_hook(clip), see docs/asynchronous.md"
 EMPTY = {  # why a result is empty, and where the losses and outputs are
     FILLING: "look at result.finished first, or take the {what} of run.flush()",
     IDLE: "each {what} is in the result of the step or the flush that finished its minibatch",
