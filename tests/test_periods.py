@@ -223,3 +223,8 @@ def test_steps_that_leave_more_and_more_to_the_flush_are_found() -> None:
         never.verify()
     with pytest.raises(pipec.PlanError, match="no steady period"):
         _ = never.simulate().period
+
+
+def test_a_step_of_a_hundred_devices_is_cut_well() -> None:
+    plan = compiled(pipec.chain(107), 107, 8, "pipemare")
+    assert (plan.simulate().period, plan.simulate().step) == (24.0, 26.0)
