@@ -344,7 +344,7 @@ def test_trace_shows_the_last_step(backend: str, tmp_path: Any) -> None:
         for batch in batches(8):
             run.step(**batch)
         timeline = run.trace()
-        assert pipec.Plan.parse(str(timeline.plan)) == timeline.plan
+        assert timeline.plan.behind == ()  # one step leaves nothing to a next one
         tasks = [str(task) for device in range(3) for task in timeline.plan.compute(device)]
         # a steady step: two forwards and backwards and one update of every stage
         assert sorted(task[1] for task in tasks) == ["B"] * 6 + ["F"] * 6 + ["U"] * 3
