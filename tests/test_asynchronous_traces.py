@@ -126,6 +126,62 @@ def test_memory_is_that_of_the_whole_plan(schedule: str) -> None:
         assert timeline.peak_bytes[0] >= 2000
 
 
+def numbered(timeline: Timeline) -> list[Any]:
+    tasks = computed(timeline, Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+    return sorted((str(task), timeline.item(task), task.version) for task in tasks)
+
+
+def over_ranks(rank: int) -> list[Any]:
+    with runner("pipemare", 4, backend=None) as run:
+        for batch in batches(3, 8):
+            run.step(**batch)
+        run.flush()
+        for batch in batches(4, 8):
+            run.step(**batch)
+        timeline = run.trace()
+        run.flush()
+    return numbered(timeline)
+
+
+def test_ranks_tell_each_other_their_versions(crew2: Any) -> None:
+    with runner("pipemare", 4) as run:
+        for batch in batches(3, 8):
+            run.step(**batch)
+        run.flush()
+        for batch in batches(4, 8):
+            run.step(**batch)
+        expected = numbered(run.trace())
+        run.flush()
+    assert {version for task, _, version in expected if "U" in task} == {5}
+    assert crew2(over_ranks) == [expected, expected]
+
+
+def test_versions_count_on_after_a_failure() -> None:
+    """The stages had been updated with different minibatches when it came."""
+    with runner("pipedream", 1, 3) as run:
+        for batch in batches(5, 8):
+            run.step(**batch)
+        failing = run.stages[0].trainable()[0].register_hook(_fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            run.step(**batches(1, 8)[0])
+        failing.remove()
+        updates = [own.updates for own in run._flow.weights]  # type: ignore[union-attr]
+        assert len(set(updates)) > 1
+        for batch in batches(2, 8):
+            run.step(**batch)
+        run.flush()
+        timeline = run.trace()
+        first = {task.stage: task.version for task in reversed(computed(timeline, Kind.UPDATE))}
+        done = [own.updates for own in run._flow.weights]  # type: ignore[union-attr]
+        assert [done[stage] - version for stage, version in sorted(first.items())] == [
+            len([task for task in computed(timeline, Kind.UPDATE) if task.stage == stage]) for stage in sorted(first)
+        ]
+
+
+def _fail(gradient: Any) -> Any:
+    raise ValueError("on purpose")
+
+
 def test_measured_synchronous_timelines_say_so() -> None:
     net = chain(stages(2))
     plan = pipec.compile(net, 2, 2)

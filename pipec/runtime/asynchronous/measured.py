@@ -46,7 +46,8 @@ def measured_part(
     if found.clock is not None:
         found.clock.write(starts, ends)
     rows = np.asarray(sorted(op.task for lane in found.segment.ops for op in lane), np.int64)
-    here = {int(plan.table.stage[row]) for row in rows.tolist() if starts[row]}
+    computed = rows[plan.table.kind[rows] != Kind.COPY].tolist()
+    here = {int(plan.table.stage[row]) for row in computed if starts[row]}
     # Each rank knows how far its own stages are, and tells it as lengths of intervals: clocks that differ keep these.
     stages = range(len(plan.graph.stages))
     begins = [1 if stage in here else 0 for stage in stages]
