@@ -164,7 +164,7 @@ def _steady(timeline: Timeline) -> tuple[float, float] | None:
     ends = [float(timeline.end[own].max()) for own in steps]
     end = max((end for end in ends if end - begin <= room), default=ends[0])
     begin = max(0.0, min(begin, end - room))
-    return begin if begin > 0.2 * end else 0.0, end  # no little piece is left out
+    return begin if begin > 0.1 * end else 0.0, end  # no little piece is left out
 
 
 def _steady_note(timeline: Timeline, begin: float, end: float) -> str:
