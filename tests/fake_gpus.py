@@ -24,7 +24,7 @@ class FakeGpus:
     Attributes:
         made: what was made last.
         recorder: the calls of all streams.
-        wires: every wire, in the order they were made.
+        issued: the names of every group of transfers, of all wires, in order.
     """
 
     made: ClassVar[FakeGpus]
@@ -33,7 +33,7 @@ class FakeGpus:
 
     def __init__(self, how: str = "wired", count: int = 8, backends: dict[str, str] | None = None) -> None:
         self.count, self._backends = count, KINDS[how] if backends is None else backends
-        self.recorder, self.wires = self.recording(), list[RecordedWire]()
+        self.recorder, self.issued = self.recording(), list[tuple[str, ...]]()
         FakeGpus.made = self
 
     def found(self) -> tuple[str, int]:
@@ -58,8 +58,7 @@ class FakeGpus:
     def wire(self, api: Any, group: Any, device: torch.device, name: str, timeout: float) -> Any:
         if self.torchs:
             return GroupWire(api, group, device)
-        self.wires.append(RecordedWire(api, group, device, name, timeout))
-        return self.wires[-1]
+        return RecordedWire(api, group, device, name, timeout, self.issued)
 
     def calls(self) -> list[Call]:
         """What was called since the last time."""

@@ -56,7 +56,7 @@ class Wire:
 def test_what_was_sent_is_let_go_of_with_the_next_that_is_read_or_when_too_much_is_under_way() -> None:
     api, wire = Recorder(), Wire()
     cpu = torch.device("cpu")
-    carrier = Wired(api, wire, api.caller(cpu), cpu)
+    carrier = Wired(api, {1: wire}, api.caller(cpu), cpu)
 
     def send(number: int) -> None:
         buffer = torch.empty(4, dtype=torch.uint8)

@@ -27,8 +27,7 @@ from pipec.runtime.distributed.claims import (
 from pipec.runtime.distributed.gpu_ranks import GpuRanks, meetings, routes_of
 from pipec.runtime.distributed.gpus import Accelerators, Distributed
 from pipec.runtime.distributed.group import make_groups
-from pipec.runtime.distributed.local import local_spec
-from pipec.runtime.distributed.order import Transfer, check_orders
+from pipec.runtime.distributed.local import Tied, local_spec
 from pipec.runtime.distributed.sample import NOTHING, sample_of
 from pipec.runtime.placement import homes, place_stages
 from pipec.runtime.stages import bind
@@ -169,19 +168,20 @@ def test_what_is_on_a_device_is_not_compared_between_ranks() -> None:
     assert sample_of({"a": torch.ones(3), "b": torch.ones(3, device="meta")}) == NOTHING
 
 
-def test_ranks_meet_on_every_route_in_rounds_that_both_ends_have_alike() -> None:
-    plan = pipec.compile(pipec.chain(8), 4, 4, placement="looped")
-    routes = routes_of(plan)
-    assert {(0, 1), (1, 0), (3, 0), (0, 3)} <= routes
-    rounds = [meetings(me, routes, (0, 1, 2, 3), torch.device("cpu")) for me in range(4)]
-    met = [[leg.name for legs in own for leg in legs] for own in rounds]
-    for source, target in routes:
-        name = f"meets {source}>{target}"
-        assert [own.count(name) for own in met] == [int(me in (source, target)) for me in range(4)]
-    groups = [tuple(tuple(Transfer(hash(leg.name), tuple(int(n) for n in leg.name[6:].split(">")))  # type: ignore[arg-type]
-                          for leg in legs) for legs in own) for own in rounds]
-    assert check_orders(groups) is None
-    assert meetings(0, set(), (0, 1), torch.device("cpu")) == []
+def test_pairs_meet_in_an_order_in_which_many_meet_at_once() -> None:
+    plan = pipec.compile(pipec.chain(16), 8, 4, placement="looped")
+    routes = routes_of(plan, [], [])
+    assert routes == {(a, b) for a in range(8) for b in ((a - 1) % 8, (a + 1) % 8)}
+    pairs = meetings(routes)
+    assert pairs == [(0, 1), (2, 3), (4, 5), (6, 7), (1, 2), (3, 4), (5, 6), (0, 7)]
+    every = meetings([(a, b) for a in range(8) for b in range(8) if a != b])
+    assert len(every) == 28
+    after: dict[int, int] = {}
+    for pair in every:  # when each has met all before
+        after |= dict.fromkeys(pair, 1 + max(after.get(device, 0) for device in pair))
+    assert max(after.values()) <= 14
+    shared = Tied(((0, "w"), (5, "w")), torch.zeros(1), 0)
+    assert {(0, 2), (2, 0)} <= routes_of(pipec.compile(pipec.chain(6), 3, 2), [shared], [0, 0, 1, 1, 2, 2])
 
 
 # -- over real processes ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ before the transfer is issued, and opened after the compute stream has waited fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -99,8 +99,15 @@ def parts(frame: Frame, tensors: Sequence[Tensor], device: torch.device) -> list
 
 @define(eq=False)
 class Group:
-    """Transfers under way on a wire, and the memory they use."""
+    """Transfers under way on a wire, and the memory they use.
 
+    Attributes:
+        peer: the device at the other end.
+        number: counted on all wires.
+    """
+
+    peer: int
+    number: int
     flight: Any
     held: list[tuple[str, list[Tensor]]]
 
@@ -108,15 +115,17 @@ class Group:
 class Wired:
     """Straight from device to device; neither the host nor the compute stream waits for a send.
 
-    Groups end in the order in which they were issued. So whenever the compute stream waits for one, because a task
-    reads what it brings, everything sent before is free again; only where nothing is read for long it waits for the
-    oldest.
+    There is a wire for each other device, so that nobody's transfers stand behind another's. On one wire groups end in
+    the order in which they were issued. So whenever the compute stream waits for one, because a task reads what it
+    brings, everything sent there before is free again; only where nothing is read for long it waits for the oldest.
     """
 
-    def __init__(self, api: StreamApi, wire: Wire, compute: Stream, memory: torch.device) -> None:
+    def __init__(self, api: StreamApi, wires: Mapping[int, Wire], compute: Stream, memory: torch.device) -> None:
+        """``wires``: by the device at the other end."""
         self.memory = memory
-        self._api, self._wire, self._compute = api, wire, compute
-        self._groups: deque[Group] = deque()
+        self._api, self._wires, self._compute = api, wires, compute
+        self._groups: dict[int, deque[Group]] = {peer: deque() for peer in wires}
+        self._count = 0
         self._coming: dict[int, tuple[Group, str, list[Tensor]]] = {}
 
     def parts(self, frame: Frame, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -130,14 +139,16 @@ class Wired:
             if not leg.sends:
                 with self._api.on(self._compute, what=f"memory for {leg.name}"):
                     leg.buffers.extend(room(leg.frame, self.memory))
-        group = Group(None, [(f"{leg.name} sent", leg.buffers) for leg in legs if leg.sends and leg.buffers])
+        self._count += 1
+        held = [(f"{leg.name} sent", leg.buffers) for leg in legs if leg.sends and leg.buffers]
+        group = Group(legs[0].device, self._count, None, held)
         for leg in legs:
             if not leg.sends:
                 self._coming[leg.task] = group, leg.name, leg.buffers
         legs = [leg for leg in legs if leg.buffers]
         if legs:
-            group.flight = self._wire.issue(legs)
-            self._groups.append(group)
+            group.flight = self._wires[group.peer].issue(legs)
+            self._groups[group.peer].append(group)
 
     def push(self, wait: bool) -> None:
         """All has begun already."""
@@ -155,30 +166,32 @@ class Wired:
         group, name, buffers = self._coming.pop(task)
         if not buffers:
             return
-        if group in self._groups:
+        if group in self._groups[group.peer]:
             group.held.append((f"{name} unread", buffers))
         else:  # the compute stream is past it
             self._api.free(self._compute, f"{name} unread", buffers)
 
     def over(self, most: int) -> list[Owed]:
-        if len(self._groups) > most:
-            self._reach(self._groups[len(self._groups) - most - 1])
+        while sum(map(len, self._groups.values())) > most:
+            self._reach(min((own[0] for own in self._groups.values() if own), key=lambda group: group.number))
         return []
 
     def _reach(self, group: Group) -> None:
-        """Let the compute stream wait for a group, and all before it, each of which torch lets go of only then."""
-        if group not in self._groups:
+        """Let the compute stream wait for a group, and all before it on its wire, which torch lets go of only then."""
+        own = self._groups[group.peer]
+        if group not in own:
             return
         while True:
-            ended = self._groups.popleft()
-            self._wire.wait(ended.flight)
+            ended = own.popleft()
+            self._wires[group.peer].wait(ended.flight)
             for name, buffers in ended.held:
                 self._api.free(self._compute, name, buffers)
             if ended is group:
                 return
 
     def abandon(self) -> None:
-        self._wire.close()
+        for wire in self._wires.values():
+            wire.close()
 
 
 class Staged:

@@ -23,12 +23,13 @@ from pipec.runtime.distributed.group import (
     Groups,
     gather_objects,
     layouts,
-    make_device_groups,
     make_groups,
+    make_pairs,
+    make_totals,
     new_group,
 )
 from pipec.runtime.distributed.held import on_host
-from pipec.runtime.distributed.local import tied_parameters
+from pipec.runtime.distributed.local import Tied, tied_parameters
 from pipec.runtime.distributed.order import Orders
 from pipec.runtime.distributed.ordered import OrderedChannels
 from pipec.runtime.distributed.ranks import Ranks
@@ -73,24 +74,11 @@ def make_ranks(
         transport = check_claims(gather_objects(groups.everyone, mine, len(place.everyone)), place.everyone, rank)
         if device is None:
             return Ranks(spec, plan, groups, timeout, outputs)
-        _open(groups, plan, mesh, timeout, transport, gpus, device.type)
-        return GpuRanks(spec, plan, groups, timeout, outputs, transport, gpus, device)
+        blocks = layouts(plan, mesh, plan.data_parallel)
+        return GpuRanks(spec, plan, groups, timeout, outputs, transport, gpus, device, blocks)
     except BaseException:
         groups.close()
         raise
-
-
-def _open(
-    groups: Groups, plan: Plan, mesh: Any, timeout: float, transport: Transport, gpus: Gpus, kind: str
-) -> None:
-    """Make the groups that the transport needs."""
-    blocks = layouts(plan, mesh, plan.data_parallel)
-    if transport is Transport.STAGED:
-        limit = timedelta(seconds=timeout)
-        make_device_groups(groups, blocks, None, lambda row: new_group(row, limit))
-        return
-    backend = gpus.backends()[kind]
-    make_device_groups(groups, blocks, *[lambda row: gpus.group(row, backend, timeout)] * 2)
 
 
 class GpuRanks(Ranks):
@@ -105,39 +93,56 @@ class GpuRanks(Ranks):
 
     def __init__(
         self, spec: Spec, plan: Plan, groups: Groups, timeout: float, outputs: str, transport: Transport, gpus: Gpus,
-        device: torch.device,
+        device: torch.device, blocks: Sequence[tuple[tuple[int, ...], ...]],
     ) -> None:
+        """``blocks``: of all pipelines of the world, whose processes make all groups in one order."""
         super().__init__(spec, plan, groups, timeout, outputs)
         try:
-            self.transport, self._named = transport, str(device)
+            self.transport, self._named, self._gpus = transport, str(device), gpus
             self.memory = gpus.memory(device)
             api = gpus.streams(self.memory)
             self.streams = RankStreams(api, self.memory, self.device)
             self.backend: StreamBackend = StreamBackend(self.streams, self.place.ranks[self.replica], self.device)
             self._orders = Orders(self.device, self.place.replicas)
-            self._wire: Wire | None = None
+            self._wires: dict[int, Wire] = {}  # by the device at the other end
             self._sums: Wire | None = None
+            self._blocks, self._met = blocks, set[Route]()
+            make_totals(groups, blocks, self._new)
             if transport is Transport.WIRED:
-                self._wire = gpus.wire(api, groups.tensors, self.memory, f"wire {self.device}", timeout)
                 if groups.totals is not None:
                     self._sums = gpus.wire(api, groups.totals, self.memory, f"sums {self.device}", timeout)
+                    self._sums.wait(self._sums.total("meets", torch.ones(1, device=self.memory)))
                 self._meet(plan)
         except BaseException:
             self.close()
             raise
 
+    def _new(self, ranks: Sequence[int]) -> Any:
+        """A group in which tensors of this transport travel."""
+        if self.transport is Transport.STAGED:
+            return new_group(ranks, timedelta(seconds=self._timeout))
+        return self._gpus.group(ranks, self._gpus.backends()[self._named.split(":")[0]], self._timeout)
+
     def _meet(self, plan: Plan) -> None:
-        """The first call of each group, which connects its ranks: by all of them, and in one order.
+        """Make the wires that a plan needs, and let their ends meet, in one order.
 
         Two ranks are connected by their first transfer, and their hosts wait for each other then. In a step the one
         might wait so for a transfer far ahead that the other cannot come to.
         """
-        for wire in (self._wire, self._sums):
-            if wire is not None:
-                wire.wait(wire.total("meets", torch.ones(1, device=self.memory)))
-        if self._wire is not None:
-            for legs in meetings(self.device, routes_of(plan), self.place.ranks[self.replica], self.memory):
-                self._wire.wait(self._wire.issue(legs))
+        ranks, memory = self.place.ranks[self.replica], self.memory
+        pairs = [pair for pair in meetings(routes_of(plan, self._tied, self.homes)) if pair not in self._met]
+        make_pairs(self.groups, self._blocks, pairs, self._new)
+        self._met.update(pairs)
+        for pair in pairs:
+            if self.device in pair:
+                peer = pair[0] if pair[1] == self.device else pair[1]
+                name = f"wire {self.device}-{peer}"
+                self._wires[peer] = wire = self._gpus.wire(
+                    self.streams.api, self.groups.pairs[peer], memory, name, self._timeout)
+                wire.wait(wire.issue([
+                    Leg(-1, f"meets {peer}", peer, ranks[peer], sends, None,
+                        [torch.ones(1, dtype=torch.uint8, device=memory)]) for sends in (True, False)
+                ]))
         if not self.streams.ended(self._timeout):
             raise RankError(f"the GPUs of the ranks did not connect within {self._timeout:g} s")
 
@@ -165,7 +170,7 @@ class GpuRanks(Ranks):
 
     def adopt(self, plan: Plan) -> None:
         """Go on with another plan."""
-        if routes_of(plan) - routes_of(self._plan):
+        if self.transport is Transport.WIRED:
             self._meet(plan)
         super().adopt(plan)
         self._orders = Orders(self.device, self.place.replicas)
@@ -183,8 +188,8 @@ class GpuRanks(Ranks):
     def reducer(self, step: Step, channels: Any) -> Reducer:
         """The REDUCE tasks of one step."""
         streams = self.streams
-        if self._wire is not None:
-            road: Road = WiredRoad(self._wire, self._sums, self.place.ranks[self.replica])
+        if self.transport is Transport.WIRED:
+            road: Road = WiredRoad(self._wires, self._sums, self.place.ranks[self.replica])
         else:
             road = StagedRoad(streams.api, self.groups, streams.compute, streams.out, self._timeout)
         made = Totals(self.groups, self._tied, self.homes, step.accumulators, self._timeout, road)
@@ -197,8 +202,8 @@ class GpuRanks(Ranks):
         """The channels of this rank during one run of its tasks of ``plan``."""
         self._council.at = plan
         streams, hosts = self.streams, self.groups.pipeline
-        if self._wire is not None:
-            carrier: Carrier = Wired(streams.api, self._wire, streams.compute, self.memory)
+        if self.transport is Transport.WIRED:
+            carrier: Carrier = Wired(streams.api, self._wires, streams.compute, self.memory)
         else:
             carrier = Staged(streams.api, hosts, streams.compute, streams.out, self.memory)
         return OrderedChannels(
@@ -246,22 +251,20 @@ class GpuRanks(Ranks):
         return total
 
 
-def routes_of(plan: Plan) -> set[Route]:
-    """Pairs of devices between which values or gradients travel."""
+def routes_of(plan: Plan, tied: Sequence[Tied], homes: Sequence[int]) -> set[Route]:
+    """Pairs of devices between which values travel, gradients, or sums of a parameter that stages of both share."""
     copies = plan.table.kind == Kind.COPY
-    return set(zip(plan.table.device[copies].tolist(), plan.table.peer[copies].tolist(), strict=True))
+    found = set(zip(plan.table.device[copies].tolist(), plan.table.peer[copies].tolist(), strict=True))
+    for one in tied:
+        devices = {homes[stage] for stage in one.stages}
+        found |= {(source, target) for source in devices for target in devices if source != target}
+    return found
 
 
-def meetings(me: int, routes: Collection[Route], ranks: Sequence[int], memory: torch.device) -> list[list[Leg]]:
-    """One transfer of a byte on every route of device ``me``, in rounds: in each all devices send so many places on."""
-    count, rounds = len(ranks), []
-    for by in range(1, count):
-        there, back = (me + by) % count, (me - by) % count
-        legs = [
-            Leg(-1, f"meets {source}>{target}", peer, ranks[peer], source == me, None,
-                [torch.ones(1, dtype=torch.uint8, device=memory)])
-            for source, target, peer in ((me, there, there), (back, me, back)) if (source, target) in routes
-        ]
-        if legs:
-            rounds.append(legs)
-    return rounds
+def meetings(routes: Collection[Route]) -> list[Route]:
+    """The pairs of devices that have a route, in an order in which all can meet and many at once.
+
+    Pairs of one distance come in two halves, in each of which a device is in one pair at most.
+    """
+    pairs = {(min(route), max(route)) for route in routes}
+    return sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair[0] // (pair[1] - pair[0]) % 2, pair[0]))

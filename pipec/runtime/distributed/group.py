@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from attrs import define, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from pipec.errors import RankError, RunError
@@ -95,11 +95,11 @@ class Groups:
     pipeline: Any  # the devices of this replica: values travel here
     replicas: Any  # this device in all replicas: gradients are averaged here; None with one replica
     everyone: Any  # all devices of all replicas
-    tensors: Any = None  # the devices of this replica, for values on GPUs that go from device to device
+    pairs: dict[int, Any] = field(factory=dict)  # by device of this replica: it and this one, for values on GPUs
     totals: Any = None  # this device in all replicas, for gradients on GPUs
 
     def close(self) -> None:
-        made = (self.pipeline, self.replicas, self.everyone, self.tensors, self.totals)
+        made = (self.pipeline, self.replicas, self.everyone, self.totals, *self.pairs.values())
         for group in {id(g): g for g in made if g is not None}.values():
             try:
                 dist.destroy_process_group(group)
@@ -162,24 +162,39 @@ def new_group(members: Sequence[int], timeout: timedelta) -> Any:
     return dist.new_group(list(members), timeout=timeout, backend="gloo", sort_ranks=False)
 
 
-def make_device_groups(
-    groups: Groups, blocks: Sequence[tuple[tuple[int, ...], ...]], new: Callable[[Sequence[int]], Any] | None,
-    totals: Callable[[Sequence[int]], Any],
+def make_pairs(
+    groups: Groups, blocks: Sequence[tuple[tuple[int, ...], ...]], pairs: Sequence[tuple[int, int]],
+    new: Callable[[Sequence[int]], Any],
 ) -> None:
-    """Add the groups for tensors on GPUs. Every process of the world makes those of all, in one order.
+    """Add the groups in which values of GPUs travel, one for each other device. Every process of the world makes those
+    of all, in one order.
 
     Args:
         blocks: of :func:`layouts`.
-        new: makes a group in which values travel; None: there is none.
-        totals: makes one in which gradients are added up.
+        pairs: devices that have something for each other.
+        new: makes a group.
+    """
+    place = groups.place
+    for pair in pairs:
+        for ranks in blocks:
+            for replica, row in enumerate(ranks):
+                made = new(sorted(row[device] for device in pair))
+                if ranks == place.ranks and replica == place.replica and place.device in pair:
+                    groups.pairs[pair[0] if pair[1] == place.device else pair[1]] = made
+
+
+def make_totals(
+    groups: Groups, blocks: Sequence[tuple[tuple[int, ...], ...]], totals: Callable[[Sequence[int]], Any]
+) -> None:
+    """Add the group for gradients on GPUs. Every process of the world makes those of all, in one order.
+
+    Args:
+        blocks: of :func:`layouts`.
+        totals: makes a group in which gradients are added up.
     """
     place = groups.place
     for ranks in blocks:
         mine = ranks == place.ranks
-        for replica, row in enumerate(ranks):
-            made = new(row) if new is not None else None
-            if mine and replica == place.replica:
-                groups.tensors = made
         for device, column in enumerate(zip(*ranks, strict=True)):
             made = totals(column) if len(ranks) > 1 else None
             if mine and device == place.device:

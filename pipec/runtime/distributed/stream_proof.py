@@ -25,8 +25,8 @@ def rank_problems(plan: Plan, calls: Sequence[Call], me: int) -> list[str]:
     the part ends when all that was queued has ended.
     """
     happened = Happened(calls)
-    wired = any(call.stream == f"wire {me}" for call in calls)
-    found = part_problems(calls, me)
+    wired = any(call.stream.startswith("wire ") for call in calls)
+    found = part_problems(calls)
     at: dict[int, int] = {}
     for task, name, stream in _expected(plan, me, wired):
         own = [n for n, call in enumerate(calls) if call.kind == "run" and call.what == name and _on(call, stream)]
@@ -55,9 +55,9 @@ def rank_problems(plan: Plan, calls: Sequence[Call], me: int) -> list[str]:
     return found
 
 
-def part_problems(calls: Sequence[Call], me: int) -> list[str]:
+def part_problems(calls: Sequence[Call]) -> list[str]:
     """What holds of any part of a run, also of an asynchronous one: memory, ends, and on a wire no host that waits."""
-    wired = any(call.stream == f"wire {me}" for call in calls)
+    wired = any(call.stream.startswith("wire ") for call in calls)
     waits = [f"the host waits for {call.what}" for call in calls if wired and call == Call("wait", "host", call.what)]
     return waits + memory_problems(calls) + _ends(calls, Happened(calls))
 
@@ -76,7 +76,7 @@ def _expected(plan: Plan, me: int, wired: bool) -> Iterator[tuple[int, str, str]
         name = str(table.task(task))
         if table.kind[task] == Kind.COPY and me in (table.device[task], table.peer[task]):
             if wired:
-                yield task, name, f"wire {me}"
+                yield task, name, f"wire {me}-{table.peer[task] if table.device[task] == me else table.device[task]}"
             elif table.device[task] == me:
                 yield task, name, f"out {me}"
             else:

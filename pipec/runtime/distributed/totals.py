@@ -1,14 +1,14 @@
 """REDUCE on GPUs: the sums of :mod:`.reduce`, added up on the devices or by way of the hosts.
 
 Whether there is a gradient at all is known to the host, and told between hosts. The sums themselves go as values do: on
-a wire each all-reduce has its place in the rank's one order, and the parameters that stages share are exchanged in one
-group after all tasks; through host memory they are copied there beside the tasks that follow, and added up or sent when
-all have ended. Either way the sums are added up in the order of one process.
+wires each all-reduce has its place in the rank's one order, and the parameters that stages share are exchanged, in a
+group for each other device, after all tasks. Through host memory they are copied there beside the tasks that follow,
+and added up or sent when all have ended. Either way the sums are added up in the order of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -72,9 +72,10 @@ class Road(Protocol):
 class WiredRoad:
     """From device to device."""
 
-    def __init__(self, wire: Wire, sums: Wire | None, ranks: Sequence[int]) -> None:
-        """``wire``: between the devices of this replica; ``sums``: between the replicas; ``ranks``: of all devices."""
-        self._wire, self._sums, self._ranks = wire, sums, ranks
+    def __init__(self, wires: Mapping[int, Wire], sums: Wire | None, ranks: Sequence[int]) -> None:
+        """``wires``: by the device at the other end, in the order in which to use them; ``sums``: between the replicas;
+        ``ranks``: of all devices."""
+        self._wires, self._sums, self._ranks = wires, sums, ranks
 
     def total(self, name: str, flat: Tensor) -> Any:
         assert self._sums is not None
@@ -93,8 +94,10 @@ class WiredRoad:
                 [one.values.reshape(-1).view(torch.uint8)])
             for one in given if one.values.numel()
         ]
-        if legs:
-            self._wire.wait(self._wire.issue(legs))
+        flights = [(wire, wire.issue(own)) for peer, wire in self._wires.items()
+                   if (own := [leg for leg in legs if leg.device == peer])]
+        for wire, flight in flights:
+            wire.wait(flight)
 
 
 class StagedRoad:

@@ -119,14 +119,17 @@ class RecordedWire:
     What a stream would wait for the host waits for, without a note: it is the data that this needs, not the order.
 
     Attributes:
-        issued: the names of every group, in order.
+        issued: the names of every group, in order; wires may share the list.
     """
 
-    def __init__(self, api: StreamApi, group: Any, device: torch.device, name: str, timeout: float) -> None:
+    def __init__(
+        self, api: StreamApi, group: Any, device: torch.device, name: str, timeout: float,
+        issued: list[tuple[str, ...]],
+    ) -> None:
         self._api, self._group, self._device = api, group, device
         self._timeout = timedelta(seconds=timeout)
         self.stream: Stream = api.stream(device, name)
-        self.issued: list[tuple[str, ...]] = []
+        self.issued, self._count = issued, 0
         self._under_way: deque[tuple[int, list[Any], list[Tensor]]] = deque()
 
     def issue(self, legs: Sequence[Leg]) -> Flight:
@@ -145,8 +148,9 @@ class RecordedWire:
             with self._api.on(self.stream, what=name):
                 pass
         self.issued.append(names)
-        self._under_way.append((len(self.issued), *begin()))
-        return Flight(self._api.record(self.stream), len(self.issued))
+        self._count += 1
+        self._under_way.append((self._count, *begin()))
+        return Flight(self._api.record(self.stream), self._count)
 
     def wait(self, flight: Flight) -> None:
         while self._under_way and self._under_way[0][0] <= flight.number:
