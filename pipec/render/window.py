@@ -21,7 +21,8 @@ THIN = 3.0  # points: a task drawn narrower than this on average is a smear
 WIDEST = 2_400.0  # points, the widest time axis chosen
 ROOM = 24.0  # points, a comfortable average task
 VERSIONED = 33.0  # points, an average task with a weight version under its number
-CLOSE = 24.0  # points, the least for such a task
+CLOSE = 24.0  # points, enough for such a task
+TIGHT = 20.0  # points, the least for one
 DENSE = 14.0  # points, for such a task beside other timelines
 FITTED = 860.0  # points: the time axis of an asynchronous plan, where that is enough; a screen with its margins
 MOST_DEVICES = 512
@@ -209,7 +210,8 @@ def axis_width(view: View, width: float | None = None) -> float:
     if view.timeline.excerpt is not None:  # numbers as long as the run
         return min(max(per_task * (VERSIONED + text_width(view.timeline.excerpt.widest, 7.0)), 520.0), WIDEST)
     if view.fitted:
-        return min(max(min(per_task * VERSIONED, FITTED), per_task * CLOSE, 520.0), WIDEST)
+        wanted = min(per_task * VERSIONED, FITTED), min(per_task * CLOSE, 1.1 * FITTED), per_task * TIGHT
+        return min(max(*wanted, 520.0), WIDEST)
     if view.timeline.plan.asynchronous:  # forwards too have room for their microbatch and weight version
         return min(max(per_task * VERSIONED, 520.0), WIDEST)
     return min(max(min(per_task * ROOM, 1100.0), per_task * ROOM / 2.5, 520.0), WIDEST)
