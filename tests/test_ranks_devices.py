@@ -240,6 +240,25 @@ def test_a_rank_without_its_device_is_told_to_all_and_the_ranks_go_on(crew2: Any
     assert crew2(made, "wired", 2, "cuda", False)[0] == ("GpuRanks", "cuda:0", True)
 
 
+def unconnected(rank: int) -> str:
+    def wire(*args: Any) -> Any:
+        raise RuntimeError("no route to the other GPU")
+
+    right, FakeGpus.wire = FakeGpus.wire, wire  # type: ignore[method-assign]
+    net = chain(2)
+    try:
+        RUNNER(net, pipec.compile(net, 2), devices="cuda", backend=Distributed(FakeGpus()))
+    except RankError as error:
+        return str(error)
+    finally:
+        FakeGpus.wire = right  # type: ignore[method-assign]
+    return "made"
+
+
+def test_gpus_that_do_not_connect(crew2: Any) -> None:
+    assert crew2(unconnected) == ["the GPUs of the ranks do not connect: no route to the other GPU"] * 2
+
+
 def turned(rank: int) -> tuple[int, bool]:
     """A mesh whose ranks do not ascend."""
     net = chain(4)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor
 
-from pipec.errors import RankError, RunError
+from pipec.errors import PipecError, RankError, RunError
 from pipec.ir import Kind, Plan
 from pipec.runtime.distributed.backend import Traffic
 from pipec.runtime.distributed.carriers import Carrier, Staged, Wired
@@ -109,9 +109,6 @@ class GpuRanks(Ranks):
             self._blocks, self._met = blocks, set[Route]()
             make_totals(groups, blocks, self._new)
             if transport is Transport.WIRED:
-                if groups.totals is not None:
-                    self._sums = gpus.wire(api, groups.totals, self.memory, f"sums {self.device}", timeout)
-                    self._sums.wait(self._sums.total("meets", torch.ones(1, device=self.memory)))
                 self._meet(plan)
         except BaseException:
             self.close()
@@ -126,9 +123,24 @@ class GpuRanks(Ranks):
     def _meet(self, plan: Plan) -> None:
         """Make the wires that a plan needs, and let their ends meet, in one order.
 
-        Two ranks are connected by their first transfer, and their hosts wait for each other then. In a step the one
-        might wait so for a transfer far ahead that the other cannot come to.
+        Raises:
+            RankError: they do not.
         """
+        try:
+            self._connect(plan)
+        except RuntimeError as error:
+            if isinstance(error, PipecError):
+                raise
+            raise RankError(f"the GPUs of the ranks do not connect: {error}") from error
+        if not self.streams.ended(self._timeout):
+            raise RankError(f"the GPUs of the ranks did not connect within {self._timeout:g} s")
+
+    def _connect(self, plan: Plan) -> None:
+        """Two ranks are connected by their first transfer, and their hosts wait for each other then. In a step the one
+        might wait so for a transfer far ahead that the other cannot come to."""
+        if self.groups.totals is not None and self._sums is None:
+            self._sums = self._wire(self.groups.totals, f"sums {self.device}")
+            self._sums.wait(self._sums.total("meets", torch.ones(1, device=self.memory)))
         ranks, memory = self.place.ranks[self.replica], self.memory
         pairs = [pair for pair in meetings(routes_of(plan, self._tied, self.homes)) if pair not in self._met]
         make_pairs(self.groups, self._blocks, pairs, self._new)
@@ -136,15 +148,14 @@ class GpuRanks(Ranks):
         for pair in pairs:
             if self.device in pair:
                 peer = pair[0] if pair[1] == self.device else pair[1]
-                name = f"wire {self.device}-{peer}"
-                self._wires[peer] = wire = self._gpus.wire(
-                    self.streams.api, self.groups.pairs[peer], memory, name, self._timeout)
+                self._wires[peer] = wire = self._wire(self.groups.pairs[peer], f"wire {self.device}-{peer}")
                 wire.wait(wire.issue([
                     Leg(-1, f"meets {peer}", peer, ranks[peer], sends, None,
                         [torch.ones(1, dtype=torch.uint8, device=memory)]) for sends in (True, False)
                 ]))
-        if not self.streams.ended(self._timeout):
-            raise RankError(f"the GPUs of the ranks did not connect within {self._timeout:g} s")
+
+    def _wire(self, group: Any, name: str) -> Wire:
+        return self._gpus.wire(self.streams.api, group, self.memory, name, self._timeout)
 
     # -- before the first step ------------------------------------------------------------------------------
 

@@ -46,7 +46,8 @@ from pipec.runtime.program import Op, Route
 
 AHEAD = 4  # transfers issued beyond what is needed now
 GONE = 3  # in place of CHANGED or FAILED: a rank is gone, nothing that is expected comes any more
-PENDING = 16  # headers and messages under way that are not waited for
+PENDING = 16  # headers under way that are not waited for
+HELD = 8  # groups of transfers under way that the compute stream does not wait for
 HOST = torch.device("cpu")
 
 
@@ -105,7 +106,11 @@ class OrderedChannels:
     # -- the order ------------------------------------------------------------------------------------------
 
     def _advance(self, task: int) -> None:
-        """Issue what comes up to ``task``, and some more, as far as all that this rank sends is ready."""
+        """Issue what comes up to ``task``, and some more, as far as all that this rank sends is ready.
+
+        Nothing overtakes a send that is not ready. So all that a receive may have to wait for, here and elsewhere, was
+        queued before it, and it holds up nothing that it needs, even where streams share one queue of the device.
+        """
         while self._left:
             group = self._left[0]
             if any(one.route[0] == self._rank and one.task not in self._ready for one in group):
@@ -249,7 +254,7 @@ class OrderedChannels:
             self._sending.append(own)
         while len(self._sending) > PENDING:
             self._sent()
-        self._release(PENDING)
+        self._release(HELD)
 
     def _sent(self) -> None:
         message, works, _ = self._sending.popleft()
