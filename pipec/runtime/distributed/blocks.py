@@ -84,6 +84,10 @@ class Pool:
         block.used = turn
         return block
 
+    def put_back(self, block: Block) -> None:
+        """Nothing was sent in it."""
+        self._free.setdefault(block.size, []).append(block)
+
     def hold(self, number: int, block: Block | None) -> None:
         """A message is on its way."""
         self.held.append((number, block))
@@ -97,16 +101,19 @@ class Pool:
             _, block = held.popleft()
             if block is not None:
                 self.size -= block.size
-                self._free.setdefault(block.size, []).append(block)
+                self.put_back(block)
 
     def trimmed(self, turn: int) -> Iterator[Block]:
-        """A turn begins with nothing on its way. Forget blocks that were not used for a while, as what travels has
-        another size now."""
+        """A turn begins with nothing on its way: blocks that the reader knows and that are forgotten now, as nothing of
+        their size has travelled for a while."""
         self.read(EVERY)
         for size, free in list(self._free.items()):
             for block in [block for block in free if block.used < turn - KEEP]:
                 free.remove(block)
-                yield block
+                if block.file < 0:
+                    yield block
+                else:
+                    os.close(block.file)
             if not free:
                 del self._free[size]
 

@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import sys
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ class Lines:
                 number = os.pidfd_open(_owner(line)[0])
                 self._poll.register(number, select.POLLIN)
                 self._ends[number] = peer
+        self._finalizer = weakref.finalize(self, _close, list(sockets.values()), list(self._ends))
         self._buffer = memoryview(bytearray(ROOM))
         self._ended: dict[int, str] = {}  # ranks whose line is closed
         self._reset: set[int] = set()  # those whose line said so once
@@ -102,7 +104,7 @@ class Lines:
             while inbox and inbox[0].turn < turn:
                 inbox.popleft()
             for block in self.pools[peer].trimmed(turn):
-                if block.file < 0:
+                with suppress(RuntimeError):  # it has ended: found out by whoever waits for it
                     self.tell(peer, DROP, block=block.number)
 
     # -- sending --------------------------------------------------------------------------------------------
@@ -269,11 +271,14 @@ class Lines:
         return NUMBERS.size + 8 * width <= ROOM // 2
 
     def close(self) -> None:
-        for line in self._sockets.values():
-            line.close()
-        for number in self._ends:
-            os.close(number)
-        self._ends = {}
+        self._finalizer()
+
+
+def _close(sockets: Sequence[socket.socket], files: Sequence[int]) -> None:
+    for line in sockets:
+        line.close()
+    for number in files:
+        os.close(number)
 
 
 class GoneError(RuntimeError):

@@ -218,10 +218,14 @@ class NearChannels:
             self._say(link, message, status)
             return
         block = link.pool.take(frame.span + length, self._lines.turn)
-        if tensors:
-            block.envelope(frame).fill(tensors)
-        if form is not None:
-            block.memory[frame.span : frame.span + length].copy_(form)
+        try:
+            if tensors:
+                block.envelope(frame).fill(tensors)
+            if form is not None:
+                block.memory[frame.span : frame.span + length].copy_(form)
+        except BaseException:
+            link.pool.put_back(block)
+            raise
         self._say(link, message, status, block, frame.span, length)
 
     def _say(
