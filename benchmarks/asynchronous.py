@@ -6,9 +6,10 @@
 model and minibatch, optimizer steps included, M = 2, 4, 8 microbatches; beside it what ``plan.simulate`` predicts from
 a profile. One step of each per round; ratios are taken within a round and their median is given, with the quartiles in
 brackets. *By hand* is a loop of two threads without a flush, written for two devices and no others, which keeps no old
-weights and trains nothing: what the machine allows. *Emulation*: the replay backend runs plans of 107 devices, a
-convolution layer each, in one thread, against a plain loop over the same microbatches with the same optimizers; 1f1b
-tells what of it any plan of so many devices costs.
+weights and trains nothing: what the machine allows. PipeMare is run as it is by default, with corrected weights kept
+for an update, and without correction. *Emulation*: the replay backend runs plans of 107 devices, a convolution layer
+each, in one thread, against a plain loop over the same microbatches with the same optimizers; 1f1b tells what of it
+any plan of so many devices costs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from torch.nn import functional as F
 
 import pipec
 
-ASYNCHRONOUS = ("pipedream", "live-weights", "pipemare")
-SYNCHRONOUS = ("gpipe", "1f1b")
+STEADY: dict[str, Any] = {
+    "gpipe": "gpipe", "1f1b": "1f1b", "pipedream": "pipedream", "live-weights": "live-weights", "pipemare": "pipemare",
+    "pipemare, kept": pipec.PipeMare(keep_corrected=True), "pipemare, no T2": pipec.PipeMare(correction=None),
+}
 FILL = 4  # steps before the first round, at least: two devices are full then
 EMULATED = ("1f1b", "pipedream", "pipemare")
 
@@ -39,11 +42,12 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 class Training:
     """Steps of one schedule on two threads, updates included."""
 
-    def __init__(self, model: models.Model, microbatches: int, schedule: str) -> None:
+    def __init__(self, model: models.Model, microbatches: int, schedule: Any, costs: pipec.Costs) -> None:
         self.model = model
         clear(model)
         net = model.pipeline()
-        self.plan = pipec.compile(net, 2, microbatches, schedule, placement=model.placement(2), update="stage")
+        self.plan = pipec.compile(net, 2, microbatches, schedule, placement=model.placement(2), update="stage",
+                                  costs=costs)
         self.run = pipec.Runner(net, self.plan, optimizer=optimizer, backend="threads")
         for _ in range(max(FILL, self.plan.minibatches)):
             self()
@@ -56,7 +60,7 @@ def steady(build: Any, microbatches: int, count: int) -> rounds.Table:
     """One model at one number of microbatches: each schedule's step, and its gain over gpipe and 1f1b."""
     profiled = build()
     costs = pipec.profile(profiled.pipeline(), *profiled.batch, microbatches=microbatches)
-    contenders = {name: Training(build(), microbatches, name) for name in (*SYNCHRONOUS, *ASYNCHRONOUS)}
+    contenders = {name: Training(build(), microbatches, own, costs) for name, own in STEADY.items()}
     said = {}
     for name, contender in contenders.items():
         timeline = contender.plan.simulate(costs)
