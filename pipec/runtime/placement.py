@@ -37,7 +37,7 @@ def real_devices(given: Any, backend: Any, count: int) -> list[torch.device] | N
             )
         _check_backend(backend, torch.device(kind))
         return [torch.device(kind, number % there) for number in range(count)]
-    devices = [_indexed(_device(one)) for one in given]
+    devices = [_indexed(named_device(one)) for one in given]
     kinds = sorted({device.type for device in devices})
     if kinds == ["cpu"]:
         if backend == "cuda":
@@ -69,7 +69,8 @@ def accelerators() -> tuple[str, int]:
     return found.type if found is not None else "cuda", torch.accelerator.device_count()
 
 
-def _device(given: Any) -> torch.device:
+def named_device(given: Any) -> torch.device:
+    """What the user calls a device. Raises RunError when torch knows no such name."""
     try:
         return torch.device(given)
     except (RuntimeError, TypeError, ValueError):

@@ -24,7 +24,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from pipec.errors import RankError
-from pipec.runtime.channels import Stopped
+from pipec.runtime.distributed.links import Key, Links
 from pipec.runtime.distributed.wire import (
     HEAD,
     Envelope,
@@ -51,7 +51,6 @@ SAME, CHANGED, FAILED = 0, 1, 2
 HEADER = struct.Struct("4q")  # status, bytes that follow, task, how many of the other direction have arrived
 
 Lost = Callable[[int, str, BaseException], RankError]  # peer, what it owes, what the connection said
-Key = tuple[Any, ...]  # from, to, value, gradient, form of the microbatch or slice
 
 
 @frozen(eq=False)
@@ -107,7 +106,7 @@ def header_of(buffer: Tensor) -> Any:
     return (ctypes.c_char * HEAD).from_address(buffer.data_ptr())
 
 
-class RankChannels:
+class RankChannels(Links):
     """The channels of one rank during one run of a task list.
 
     Attributes:
@@ -140,10 +139,6 @@ class RankChannels:
         """Post the first receives of every sender."""
         for link in self._in.values():
             self._post(link)
-
-    def _key(self, message: Message) -> Key:
-        form = None if self._forms is None else self._forms[message.op.piece]
-        return (*message.op.route, message.value, message.gradient, form)
 
     # -- receiving ------------------------------------------------------------------------------------------
 
@@ -181,19 +176,6 @@ class RankChannels:
         return [torch.empty(HEAD, dtype=torch.uint8), *(
             torch.empty(leaf.nbytes, dtype=torch.uint8, device=self._device) for leaf in frame.leaves if leaf.nbytes
         )]
-
-    def receive(self, route: Route) -> tuple[int, Any]:
-        """The next (slot, payload) of ``route``; waits for it.
-
-        Raises:
-            Stopped: the sender has failed.
-            RankError: it has ended or does not answer.
-        """
-        link = self._in[route[0]]
-        slot, payload = self._next(link)
-        if self.stopped:
-            raise Stopped
-        return slot, payload
 
     def _next(self, link: Link) -> tuple[int, Any]:
         if not link.posted:
@@ -354,27 +336,15 @@ class RankChannels:
                 self._sent(link)
 
     def drain(self, ops: Sequence[Op], failure: tuple[Any, ...]) -> None:
-        """Send and receive the rest of what the plan says without any content, so that every rank gets to its end."""
-        self.stopped = True
-        blob = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
-        place: dict[int, int] = {}
-        for op in ops:
-            for route, count in op.receives:
-                link = self._in[route[0]]
-                while link.at < count - self._before.get(route, 0):
-                    self._next(link)
-            if op.route[0] == self._rank:
-                link = self._out[op.route[1]]
-                place[link.peer] = place.get(link.peer, 0) + 1
-                if link.at < place[link.peer]:
-                    message = link.messages[link.at]
-                    expected = self._frames.get(self._key(message))
-                    self._unfilled(link, message, expected, FAILED, len(blob))
-                    self._send(link, blob, FOLLOWING)
-        for link in self._in.values():
-            while link.at < len(link.messages):
-                self._next(link)
+        """Bring this rank's part of a failed run to its end."""
+        self._to_the_end(ops, failure)
         self.finish()
+
+    def _fail(self, link: Link, failure: tuple[Any, ...]) -> None:
+        blob = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
+        message = link.messages[link.at]
+        self._unfilled(link, message, self._frames.get(self._key(message)), FAILED, len(blob))
+        self._send(link, blob, FOLLOWING)
 
     def farewell(self, failure: tuple[Any, ...]) -> None:
         """With a rank gone the step cannot be brought to its end: tell those that wait for this one, as far as it goes.

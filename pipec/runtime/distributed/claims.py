@@ -17,6 +17,7 @@ from attrs import frozen
 
 from pipec.errors import Problem, RankError, RunError, raise_all
 from pipec.runtime.distributed.gpus import Gpus
+from pipec.runtime.placement import named_device
 
 IN_ORDER = ("nccl", "xccl", "rccl")  # backends that run what a rank issues one after another, on the device
 BY_HOST = ("gloo",)  # backends that move memory of the host
@@ -72,7 +73,7 @@ def device_for(devices: Any, logical: int, local: int, gpus: Gpus) -> torch.devi
         devices = kind  # a process group that is for GPUs alone
     several = isinstance(devices, Sequence) and not isinstance(devices, str)
     given = list(devices) if several else [devices]
-    asked = [_parsed(one) for one in given]
+    asked = [named_device(one) for one in given]
     kinds = sorted({one.type for one in asked})
     if len(kinds) > 1:
         raise RunError(
@@ -91,15 +92,6 @@ def device_for(devices: Any, logical: int, local: int, gpus: Gpus) -> torch.devi
             "rank takes the GPU of its place on its host (LOCAL_RANK)"
         )
     return device
-
-
-def _parsed(given: Any) -> torch.device:
-    try:
-        return torch.device(given)
-    except (RuntimeError, TypeError, ValueError):
-        raise RunError(
-            f"devices: {given!r} is no torch device; give names such as 'cpu' or 'cuda:0', or torch.device objects"
-        ) from None
 
 
 def local_place(hosts: Sequence[str], me: int) -> int:

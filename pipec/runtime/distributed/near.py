@@ -17,11 +17,11 @@ from attrs import define, field
 from torch import Tensor
 
 from pipec.errors import RankError
-from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.backend import Traffic
 from pipec.runtime.distributed.blocks import Block, Pool
-from pipec.runtime.distributed.channels import PENDING, Key, Lost, Message
+from pipec.runtime.distributed.channels import PENDING, Lost, Message
 from pipec.runtime.distributed.lines import CHANGED, FAILED, KNOWN, SAME, GoneError, Lines, Record
+from pipec.runtime.distributed.links import Key, Links
 from pipec.runtime.distributed.wire import Frame, dumped, fits, frame_of, loaded, lone_of, payload_of
 from pipec.runtime.program import Op, Route
 
@@ -57,7 +57,7 @@ class In:
     size: int = 0  # bytes read since
 
 
-class NearChannels:
+class NearChannels(Links):
     """The channels of one rank during one run of a task list; the same methods as :class:`.channels.RankChannels`."""
 
     def __init__(
@@ -77,23 +77,7 @@ class NearChannels:
     def begin(self) -> None:
         """Nothing has to be posted."""
 
-    def _key(self, message: Message) -> Key:
-        form = None if self._forms is None else self._forms[message.op.piece]
-        return (*message.op.route, message.value, message.gradient, form)
-
     # -- receiving ------------------------------------------------------------------------------------------
-
-    def receive(self, route: Route) -> tuple[int, Any]:
-        """The next (slot, payload) of ``route``; waits for it.
-
-        Raises:
-            Stopped: the sender has failed.
-            RankError: it has ended or does not answer.
-        """
-        found = self._next(self._in[route[0]])
-        if self.stopped:
-            raise Stopped
-        return found
 
     def _next(self, link: In) -> tuple[int, Any]:
         message = link.messages[link.at]
@@ -267,22 +251,8 @@ class NearChannels:
         """What was sent stands in memory until it is read."""
 
     def drain(self, ops: Sequence[Op], failure: tuple[Any, ...]) -> None:
-        """Send and receive the rest of what the plan says without any content, so that every rank gets to its end."""
-        self.stopped = True
-        place: dict[int, int] = {}
-        for op in ops:
-            for route, count in op.receives:
-                link = self._in[route[0]]
-                while link.at < count - self._before.get(route, 0):
-                    self._next(link)
-            if op.route[0] == self._rank:
-                out = self._out[op.route[1]]
-                place[out.peer] = place.get(out.peer, 0) + 1
-                if out.at < place[out.peer]:
-                    self._fail(out, failure)
-        for link in self._in.values():
-            while link.at < len(link.messages):
-                self._next(link)
+        """Bring this rank's part of a failed run to its end."""
+        self._to_the_end(ops, failure)
 
     def _fail(self, link: Out, failure: tuple[Any, ...]) -> None:
         """Send the next message without content; the first of a link says why."""

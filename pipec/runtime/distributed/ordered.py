@@ -24,7 +24,6 @@ from torch import Tensor
 
 from pipec.errors import RankError
 from pipec.ir import Kind
-from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.backend import Traffic
 from pipec.runtime.distributed.carriers import Carrier, parts, room
 from pipec.runtime.distributed.channels import (
@@ -39,6 +38,7 @@ from pipec.runtime.distributed.channels import (
     Message,
     header_of,
 )
+from pipec.runtime.distributed.links import Links
 from pipec.runtime.distributed.order import REPLICAS, Order, Transfer
 from pipec.runtime.distributed.wire import HEAD, Frame, dumped, fits, frame_of, loaded, payload_of, rebuilt
 from pipec.runtime.distributed.wires import Leg
@@ -60,7 +60,7 @@ class Awaited:
     header: Any
 
 
-class OrderedChannels:
+class OrderedChannels(Links):
     """The channels of one rank during one run of a task list; the same methods as :class:`.channels.RankChannels`.
 
     Attributes:
@@ -146,23 +146,7 @@ class OrderedChannels:
             self._ready[task] = begin
             self._advance(task)
 
-    def _key(self, message: Message) -> Any:
-        form = None if self._forms is None else self._forms[message.op.piece]
-        return (*message.op.route, message.value, message.gradient, form)
-
     # -- receiving ------------------------------------------------------------------------------------------
-
-    def receive(self, route: Route) -> tuple[int, Any]:
-        """The next (slot, payload) of ``route``, for work that is queued from now on.
-
-        Raises:
-            Stopped: the sender has failed.
-            RankError: it has ended or does not answer.
-        """
-        slot, payload = self._next(self._in[route[0]])
-        if self.stopped:
-            raise Stopped
-        return slot, payload
 
     def _next(self, link: Link) -> tuple[int, Any]:
         message = link.messages[link.at]
@@ -287,23 +271,11 @@ class OrderedChannels:
             left: REDUCE tasks that have not begun.
             reduce: begins one without content.
         """
-        self.stopped = True
-        place: dict[int, int] = {}
-        for op in ops:
-            for route, count in op.receives:
-                link = self._in[route[0]]
-                while link.at < count - self._before.get(route, 0):
-                    self._next(link)
+        def begin(op: Op) -> None:
             if op.kind is Kind.REDUCE and op.task in left and reduce is not None:
                 reduce(op)
-            if op.route[0] == self._rank:
-                link = self._out[op.route[1]]
-                place[link.peer] = place.get(link.peer, 0) + 1
-                if link.at < place[link.peer]:
-                    self._fail(link, failure)
-        for link in self._in.values():
-            while link.at < len(link.messages):
-                self._next(link)
+
+        self._to_the_end(ops, failure, begin)
         self.finish()
 
     def _fail(self, link: Link, failure: tuple[Any, ...]) -> None:
