@@ -46,6 +46,18 @@ class Part:
     works: list[Any] = field(factory=list)
 
 
+def owed(
+    tied: Sequence[Tied], accumulators: Sequence[Accumulator], stage: int, failed: bool
+) -> Iterator[tuple[int, Tied, Tensor | None]]:
+    """Parameters that a stage shares with others, by their number, and its sums of them, dense; None for nothing."""
+    for number, one in enumerate(tied):
+        if stage not in one.stages or not one.parameter.requires_grad:
+            continue
+        own = accumulators[stage]
+        total = None if failed else own.sums[place_of(own.parameters, one.parameter)]
+        yield number, one, total.to_dense() if total is not None and total.is_sparse else total
+
+
 class Reducer:
     """The REDUCE tasks of one step on one rank."""
 
@@ -97,13 +109,7 @@ class Reducer:
 
     def _hand_over(self, stage: int, failed: bool) -> None:
         """Send the stage's sums of shared parameters to every other rank that holds them."""
-        for number, one in enumerate(self._tied):
-            if stage not in one.stages or not one.parameter.requires_grad:
-                continue
-            own = self._accumulators[stage]
-            total = None if failed else own.sums[place_of(own.parameters, one.parameter)]
-            if total is not None and total.is_sparse:
-                total = total.to_dense()
+        for number, one, total in owed(self._tied, self._accumulators, stage, failed):
             buffers = [torch.tensor([float(total is not None)]),
                        torch.zeros_like(one.parameter) if total is None else total.contiguous()]
             for device in sorted({self._devices[s] for s in one.stages} - {self._me}):

@@ -21,7 +21,7 @@ from pipec.errors import RankError, RunError
 from pipec.runtime.distributed.carriers import CONTENT
 from pipec.runtime.distributed.group import Groups
 from pipec.runtime.distributed.local import Tied
-from pipec.runtime.distributed.reduce import Reducer, place_of, rows_of
+from pipec.runtime.distributed.reduce import Reducer, owed, place_of, rows_of
 from pipec.runtime.distributed.wires import Leg, Wire
 from pipec.runtime.gradients import Accumulator
 from pipec.runtime.stream_api import Stream, StreamApi
@@ -190,13 +190,7 @@ class Totals(Reducer):
         self.channels.reduce(stage, begin)
 
     def _hand_over(self, stage: int, failed: bool) -> None:
-        for number, one in enumerate(self._tied):
-            if stage not in one.stages or not one.parameter.requires_grad:
-                continue
-            own = self._accumulators[stage]
-            total = None if failed else own.sums[place_of(own.parameters, one.parameter)]
-            if total is not None and total.is_sparse:
-                total = total.to_dense()
+        for number, one, total in owed(self._tied, self._accumulators, stage, failed):
             has = torch.tensor([float(total is not None)])
             values = empty(one.parameter)
             values.zero_() if total is None else values.copy_(total)
