@@ -61,28 +61,25 @@ def linearise(draft: Draft, costs: Costs | None = None) -> Draft:
         ))
     if draft.rule is None:
         return evolve(draft, table=_numbered(table.take(np.lexsort((table.device, ends)))))
-    return _in_steps(draft, leader, Clocked(
+    return _in_steps(draft, Clocked(
         [np.asarray(own, np.int64) for own in lists], start, needs, ticks_of(draft, costs),
         fed(draft.graph, table, draft.minibatch),
     ), ends)
 
 
-def _in_steps(draft: Draft, leader: Rows, flow: Clocked, ends: Rows) -> Draft:
+def _in_steps(draft: Draft, flow: Clocked, ends: Rows) -> Draft:
     """An asynchronous draft sorted by the step that runs each row and its place in the order of that step."""
     table, size = draft.table, len(draft.table)
-    given = np.zeros(size, np.int64)
-    np.maximum.at(given, leader, flow.fed)
     task = np.repeat(np.arange(size), np.diff(flow.start))
     lanes = [(own[1:], own[:-1]) for own in flow.lists]
     edges = to_csr(join([(task, flow.needs.astype(np.int64)), *lanes]), size)
     order = np.argsort(ends, kind="stable")
-    step, level = steps(order, *edges, given)
+    step, level = steps(order, *edges, flow.fed)
     left = behind(draft, step, flow)
     if left:
         step, level = steps(order, *edges, moved(step, flow.lists, left, draft.minibatches))
-    step, level = step[leader], level[leader]
     order = np.lexsort((table.device, level, step))
-    return evolve(draft, table=_numbered(table.take(order)), step=step[order], behind=left)
+    return evolve(draft, table=table.take(order), step=step[order], behind=left)
 
 
 def _check_independent(draft: Draft, task: Rows, need: Rows, leader: Rows) -> None:

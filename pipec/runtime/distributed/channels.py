@@ -207,10 +207,6 @@ class RankChannels(Links):
         self.learned[self._key(message)] = frame
         return message.op.slot, self._opened(frame, buffers)
 
-    def left(self) -> list[tuple[Route, int]]:
-        """By route how many messages no task has asked for yet."""
-        return [((link.peer, self._rank), len(link.messages) - link.at) for link in self._in.values()]
-
     def _take(self, buffers: Sequence[Tensor], link: Link, message: Message) -> None:
         self._wait([self._group.recv([b], link.peer, FOLLOWING) for b in buffers], link, message)
 

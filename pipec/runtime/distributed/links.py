@@ -44,6 +44,10 @@ class Links(ABC):
             raise Stopped
         return found
 
+    def left(self) -> list[tuple[Route, int]]:
+        """By route how many messages no task has asked for yet."""
+        return [((link.peer, self._rank), len(link.messages) - link.at) for link in self._in.values()]
+
     @abstractmethod
     def _next(self, link: Any) -> tuple[int, Any]:
         """The next message of a sender."""

@@ -199,10 +199,6 @@ class OrderedChannels(Links):
             self.broken = self._lost(peer, message.what, error)
             raise self.broken from error
 
-    def left(self) -> list[tuple[Route, int]]:
-        """By route how many messages no task has asked for yet."""
-        return [((link.peer, self._rank), len(link.messages) - link.at) for link in self._in.values()]
-
     # -- sending --------------------------------------------------------------------------------------------
 
     def send(self, route: Route, slot: int, payload: Any) -> None:
