@@ -36,11 +36,14 @@ class StageCosts:
     weight_activation_bytes: int | None = None
     carry_bytes: int | None = None
     reduce: float | None = None
+    backward: float | None = None
 
 
 MOST = 2.0**53  # of any cost: beyond it a float no longer tells a whole number from the next
 
-DURATIONS = ("forward", "backward_input", "backward_weight", "recompute", "update", "latency", "host_latency")
+DURATIONS = (
+    "forward", "backward_input", "backward_weight", "backward", "recompute", "update", "latency", "host_latency"
+)
 
 
 def _stage_costs(value: Mapping[str, Any]) -> dict[str, StageCosts]:
@@ -109,8 +112,8 @@ class Costs:
     """Durations per task kind and stage, hand-over costs, sizes.
 
     Args:
-        forward, backward_input, backward_weight: of one stage and one microbatch; a whole BACKWARD costs
-            input + weight.
+        forward, backward_input, backward_weight: of one stage and one microbatch.
+        backward: of a whole BACKWARD; input + weight unless given. Two halves take longer to run than the whole.
         recompute: as ``forward`` unless given.
         update: of one UPDATE.
         latency: delays the arrival of every copy and occupies no lane.
@@ -145,6 +148,7 @@ class Costs:
     optimizer: float = field(default=2.0, validator=_not_negative)
     host_latency: float | None = field(default=None, validator=_not_negative)
     host_bandwidth: float | None = None
+    backward: float | None = field(default=None, validator=_not_negative)
 
     def __attrs_post_init__(self) -> None:
         for name in ("bandwidth", "host_bandwidth"):
@@ -176,7 +180,7 @@ class Costs:
             given = own.recompute if own.recompute is not None else self.recompute
             return pick("forward") if given is None else float(given)
         if kind is Kind.BACKWARD:
-            return pick("backward_input") + pick("backward_weight")
+            return self._whole(own, pick("backward_input") + pick("backward_weight"))
         if kind is Kind.BACKWARD_INPUT:
             return pick("backward_input")
         if kind is Kind.BACKWARD_WEIGHT:
@@ -184,6 +188,13 @@ class Costs:
         if kind is Kind.UPDATE:
             return pick("update")
         return 0.0
+
+    def _whole(self, own: StageCosts, halves: float) -> float:
+        """Of a whole backward: as given, and as the sum of the halves where a stage overrides only these."""
+        if own.backward is not None:
+            return float(own.backward)
+        halved = own.backward_input is not None or own.backward_weight is not None
+        return halves if halved or self.backward is None else float(self.backward)
 
     def reduce_duration(self, stage: str, replicas: int) -> float:
         """How long a REDUCE occupies the copy-out lane: as given, else what a ring over ``replicas`` needs to move.

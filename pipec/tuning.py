@@ -16,7 +16,7 @@ from attrs import evolve, frozen, has
 from pipec.compiler import compile as compile_plan
 from pipec.costs import DURATIONS, Activations, Costs, StageCosts
 from pipec.errors import PipecError, PlanError, ScheduleError
-from pipec.ir import Plan
+from pipec.ir import Kind, Plan
 from pipec.schedules import SCHEDULES, Policy, find_schedule, is_asynchronous, policy_name
 from pipec.timeline import Timeline, show_bytes
 
@@ -181,23 +181,26 @@ def costs_of(costs: Costs | None, factor: float, overhead: float = 0.0) -> Costs
     if costs is None and factor == 1.0 and not overhead:
         return None
 
-    # a whole backward costs the sum of its halves, so each of these has half of what a task takes anyway
-    part = {"backward_input": overhead / 2, "backward_weight": overhead / 2}
+    given = costs or Costs()
 
-    def longer(own: Costs | StageCosts) -> dict[str, Any]:
+    def longer(own: Costs | StageCosts, whole: float) -> dict[str, Any]:
         names = [name for name in DURATIONS if name not in FIXED and getattr(own, name, None) is not None]
-        return {name: getattr(own, name) * factor + part.get(name, overhead) for name in names}
+        made = {name: getattr(own, name) * factor + overhead for name in names}
+        if overhead and any(name.startswith("backward") for name in names):
+            made["backward"] = whole * factor + overhead  # one task, where the halves are two
+        return made
 
     def larger(sizes: Mapping[str, Any]) -> dict[str, Any]:
         return {name: round(size * factor) for name, size in sizes.items() if size is not None}
 
-    given = costs or Costs()
     stages = {
-        name: evolve(own, **longer(own), **larger({key: getattr(own, key) for key in SIZES}))
+        name: evolve(own, **longer(own, given.duration(Kind.BACKWARD, name)),
+                     **larger({key: getattr(own, key) for key in SIZES}))
         for name, own in given.stages.items()
     }
+    default = evolve(given, stages={}).duration(Kind.BACKWARD, "")
     return evolve(given, stages=stages, values=larger(given.values), gradients=larger(given.gradients),
-                  saved_values=larger(given.saved_values), **longer(given))
+                  saved_values=larger(given.saved_values), **longer(given, default))
 
 
 def brief(error: PipecError) -> str:

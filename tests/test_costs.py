@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,22 @@ def test_durations() -> None:
     }
 
 
+def test_a_whole_backward_may_take_less_than_its_halves() -> None:
+    costs = pipec.Costs(2, 3, 4, backward=6, stages={"a": {"backward": 5}, "b": {"backward_weight": 1}})
+    assert [costs.duration(Kind.BACKWARD, stage) for stage in ("a", "b", "c")] == [5, 4, 6]
+    assert costs.duration(Kind.BACKWARD_INPUT, "a") + costs.duration(Kind.BACKWARD_WEIGHT, "a") == 7
+    assert "backward 6," in str(costs)
+
+
+def test_costs_saved_without_a_whole_backward_are_read(tmp_path: Path) -> None:
+    plan = pipec.compile(pipec.chain(2), 2, 2, costs=pipec.Costs(backward_weight=2.0, stages={"s0": {"forward": 3.0}}))
+    plan.save(tmp_path / "plan.json")
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    del saved["costs"]["backward"], saved["costs"]["stages"]["s0"]["backward"]
+    (tmp_path / "old.json").write_text(json.dumps(saved))
+    assert pipec.Plan.load(tmp_path / "old.json") == plan
+
+
 def test_recompute_costs_a_forward_unless_said() -> None:
     assert pipec.Costs(2).duration(Kind.RECOMPUTE, "a") == 2
     assert pipec.Costs(2, recompute=1).duration(Kind.RECOMPUTE, "a") == 1
@@ -70,7 +88,8 @@ def test_with_stages_keeps_the_others() -> None:
             lambda: pipec.Costs(stages={"a": {"forwards": 1}}),
             "costs of stage 'a': unknown forwards; known are forward, backward_input, backward_weight, "
             "recompute, update, "
-            "activation_bytes, output_bytes, weight_bytes, weight_activation_bytes, carry_bytes, reduce",
+            "activation_bytes, output_bytes, weight_bytes, weight_activation_bytes, carry_bytes, reduce, "
+            "backward",
         ),
         (
             lambda: pipec.Costs(stages={"a": {"forward": -2}}),

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipec
+from pipec.runtime.split import Weights
 
 
 class Slow(nn.Module):
@@ -52,13 +53,46 @@ def test_times_are_those_of_the_stages_and_sizes_those_of_one_microbatch() -> No
     assert b.forward >= 6
     assert a.backward_input is not None
     assert a.backward_weight is not None
-    assert a.backward_input + a.backward_weight >= 4
-    assert a.backward_input == 0  # its input is data: all of the backward is for the parameters
+    assert a.backward is not None
+    assert a.backward >= 4
+    assert a.backward_weight >= 4
+    assert a.backward_input < 1  # its input is data: all of the backward is for the parameters
     assert costs.values["a"] == 4 * 4 * 4
     assert costs.values["c"] == 4 * 4 * 4 + 4 * 8
     assert costs.gradients["c"] == 4 * 4 * 4  # integers have none
     assert costs.saved_values["a"] == 4 * 4 * 4  # tanh saves what it gives
     assert a.weight_bytes == 4 * 20
+
+
+def test_the_halves_of_a_backward_are_measured_and_not_taken_from_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Weights.run
+
+    def slow(weights: Weights) -> list[torch.Tensor | None]:
+        time.sleep(0.05)
+        return run(weights)
+
+    monkeypatch.setattr(Weights, "run", slow)
+    b = pipec.profile(net(), repeats=1, **batch()).stages["b"]
+    assert b.backward is not None
+    assert b.backward_input is not None
+    assert b.backward_weight is not None
+    assert b.backward_weight >= 50
+    assert b.backward_input >= 12  # the hook of Slow: on the way to what the stage read
+    assert 12 <= b.backward < b.backward_input + b.backward_weight
+
+
+def test_a_backward_that_cannot_be_split_is_all_input_half(caplog: pytest.LogCaptureFixture) -> None:
+    made = pipec.Pipeline("net")
+    first = made.stage("first", nn.Linear(4, 4), made.input("x"))
+    layer = nn.Linear(4, 4)
+    layer.weight.register_hook(lambda gradient: time.sleep(0.02) or gradient)
+    layer.bias.register_hook(lambda gradient: gradient)
+    made.loss("mse", F.mse_loss, made.stage("second", layer, first), made.input("y"))
+    second = pipec.profile(made, repeats=1, **batch()).stages["second"]
+    assert second.backward_input is not None
+    assert second.backward_weight is not None
+    assert second.backward_input >= 20 > second.backward_weight
+    assert not caplog.records  # a plan may not split it
 
 
 def test_a_profile_changes_nothing() -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from attrs import evolve
 from commands import run, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,13 @@ def test_auto_takes_the_fastest_schedule(options: dict[str, Any]) -> None:
     assert plan.simulate().makespan == pytest.approx(min(every.values()))
     assert every[plan.schedule] == pytest.approx(min(every.values()))
     assert plan == pipec.compile(pipec.chain(4), 2, 4, plan.schedule, **options)
+
+
+def test_auto_weighs_whole_backwards_against_halves_that_take_longer() -> None:
+    halves = pipec.Costs(forward=1.0, backward_input=1.4, backward_weight=1.4)
+    assert find_schedule(pipec.compile(pipec.chain(4), 2, 4, "auto", costs=halves).schedule).split  # type: ignore[union-attr]
+    plan = pipec.compile(pipec.chain(4), 2, 4, "auto", costs=evolve(halves, backward=2.0))
+    assert plan.schedule == "interleaved-1f1b"
 
 
 def test_of_plans_that_take_as_long_the_one_with_the_least_memory_is_taken() -> None:
@@ -86,10 +94,12 @@ def test_costs_belong_to_one_number_of_microbatches() -> None:
     )
     half = costs_of(costs, 0.5, overhead=0.2)
     assert half is not None
-    assert (half.forward, half.backward_input, half.backward_weight) == pytest.approx((1.2, 1.1, 1.1))
+    assert (half.forward, half.backward_input, half.backward_weight) == pytest.approx((1.2, 1.2, 1.2))
+    assert half.backward == pytest.approx(2.2)  # a whole backward is one task
+    assert costs_of(evolve(costs, backward=3.0), 0.5) == evolve(costs_of(costs, 0.5), backward=1.5)
     assert (half.latency, half.update, half.values) == (0.5, 3.0, {"s0": 50})
     own = half.stages["s1"]
-    assert (own.forward, own.activation_bytes, own.weight_bytes) == (2.2, 40, 7)
+    assert (own.forward, own.backward, own.activation_bytes, own.weight_bytes) == (2.2, None, 40, 7)
     assert costs_of(None, 1.0) is None
 
 

@@ -15,6 +15,8 @@ from pipec.errors import RunError
 from pipec.given import spec_of
 from pipec.runtime.borders import Packed, collect, edges, pack, unpack, version
 from pipec.runtime.engine import accumulate
+from pipec.runtime.gradients import Accumulator
+from pipec.runtime.group_hooks import anchor_reads
 from pipec.runtime.split import input_half
 from pipec.runtime.stages import Stage, bind
 from pipec.runtime.step import Batch
@@ -45,9 +47,9 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
         repeats: rounds over all stages after a warm-up; the median counts.
 
     Returns:
-        Costs in milliseconds: forward, and backward as its input half and the rest; saved bytes per stage without
-        parameters and what the stage reads and gives; bytes per value; bytes of parameters. Parameters, ``.grad``,
-        buffers and the global random numbers are left as they were.
+        Costs in milliseconds: forward, the whole backward, and its two halves as a plan that splits them runs them;
+        saved bytes per stage without parameters and what the stage reads and gives; bytes per value; bytes of
+        parameters. Parameters, ``.grad``, buffers and the global random numbers are left as they were.
 
     Raises:
         RunError: a stage has no module.
@@ -84,10 +86,10 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
                     gradients[name] = packet_bytes(values[port], wanted=True)
                     kept[name] = own
                 made[stage.name] = costs
-            for stage, (forward, half, whole) in zip(stages, _timed(stages, reads, repeats), strict=True):
+            for stage, times in zip(stages, _timed(stages, reads, repeats), strict=True):
                 made[stage.name] = evolve(
-                    made[stage.name], forward=forward, backward_input=half, backward_weight=max(whole - half, 0.0),
-                    update=0.0,
+                    made[stage.name], forward=times["forward"], backward=times["backward"],
+                    backward_input=times["backward_input"], backward_weight=times["backward_weight"], update=0.0,
                 )
         finally:
             for parameter, gradient in gradients_before:
@@ -135,34 +137,82 @@ def _sizes(stage: Stage, read: list[Any]) -> tuple[Any, StageCosts, list[int]]:
     return out, costs, kept
 
 
-def _time(stage: Stage, read: list[Any], whole: bool) -> tuple[float, float]:
-    """Milliseconds of one forward, and of its backward: whole, or to what the stage reads only."""
-    packets = list(read)
-    values, leaves = stage.read(packets)
-    versions = [version(packet) for packet in packets]
-    begin = time.perf_counter()
-    out, _, losses = _run(stage, values)
-    forward = time.perf_counter() - begin
-    stage.check_writes(packets, versions, out)
-    wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
-    wanted += stage.trainable() if whole else []
-    return forward * 1e3, _backward(stage, out, losses, wanted) * 1e3 if wanted else 0.0
+class _Clock:
+    """Times of one stage in milliseconds, under their names in :class:`~pipec.costs.StageCosts`.
+
+    Both ways of a backward are run as a step runs them, so the halves' own work (finding what belongs to which, keeping
+    gradients in between, adding them to a sum) is in their times: together they take longer than the whole.
+    """
+
+    def __init__(self, stage: Stage, read: list[Any], rounds: int) -> None:
+        self.stage, self.read = stage, read
+        self.sums = Accumulator(stage.trainable(), set(), range(rounds))
+        self.taken: dict[str, list[float]] = {
+            "forward": [], "backward": [], "backward_input": [], "backward_weight": []
+        }
+
+    def whole(self) -> None:
+        """A forward and a whole backward."""
+        roots, seeds, leaves, forward = self._forward()
+        self.taken["forward"].append(forward)
+        wanted = [*leaves, *self.sums.parameters]
+        begin = time.perf_counter()
+        if roots and wanted:
+            accumulate(roots, seeds, wanted, [])  # as a step does it, so that adding to .grad is part of the cost
+        self._took("backward", begin)
+
+    def halves(self, turn: int) -> None:
+        """A forward and a backward in two halves."""
+        anchor_reads(self.stage, True)
+        roots, seeds, leaves, _ = self._forward()
+        anchor_reads(self.stage, False)
+        begin = time.perf_counter()
+        weights = input_half(self.stage, roots, seeds, leaves, self.sums.parameters)[1] if roots else None
+        if weights is not None and not weights.late:  # the input half was the whole backward
+            self.sums.add(turn, weights.run())
+            weights = None
+        begin = self._took("backward_input", begin)
+        if weights is not None:
+            self.sums.add(turn, weights.run())
+        self._took("backward_weight", begin)
+
+    def costs(self) -> dict[str, float]:
+        """Medians without the first round, which warms up."""
+        return {name: median(times[1:]) for name, times in self.taken.items()}
+
+    def _took(self, name: str, begin: float) -> float:
+        end = time.perf_counter()
+        self.taken[name].append((end - begin) * 1e3)
+        return end
+
+    def _forward(self) -> tuple[list[Any], list[Tensor], list[Tensor], float]:
+        """Where gradients enter the graph of a forward, ones for these, what the stage read, and the time."""
+        stage, packets = self.stage, list(self.read)
+        values, leaves = stage.read(packets)
+        versions = [version(packet) for packet in packets]
+        begin = time.perf_counter()
+        out, _, losses = _run(stage, values)
+        taken = (time.perf_counter() - begin) * 1e3
+        stage.check_writes(packets, versions, out)
+        return *_roots(stage, out, losses), _tensors(leaves), taken
 
 
-def _timed(stages: list[Stage], reads: list[list[Any]], repeats: int) -> list[tuple[float, float, float]]:
-    """Per stage the medians of forward, input half and whole backward.
+def _timed(stages: list[Stage], reads: list[list[Any]], repeats: int) -> list[dict[str, float]]:
+    """Per stage the medians of its times.
 
     Stages take turns, so that each finds the caches as another stage has left them, which is how a step runs.
     """
-    taken: list[tuple[list[float], list[float], list[float]]] = [([], [], []) for _ in stages]
-    for number in range(repeats + 1):
-        for whole in (False, True):
-            for stage, read, times in zip(stages, reads, taken, strict=True):
-                forward, backward = _time(stage, read, whole)
-                if number:  # the first round warms up
-                    times[0].append(forward)
-                    times[1 + whole].append(backward)
-    return [(median(times[0]), median(times[1]), median(times[2])) for times in taken]
+    clocks = [_Clock(stage, read, repeats + 1) for stage, read in zip(stages, reads, strict=True)]
+    for turn in range(repeats + 1):
+        for clock in clocks:
+            clock.whole()
+        for clock in clocks:
+            clock.halves(turn)
+    return [clock.costs() for clock in clocks]
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
 
 
 def _between_halves(stage: Stage, read: list[Any], known: set[int]) -> int:
@@ -172,7 +222,7 @@ def _between_halves(stage: Stage, read: list[Any], known: set[int]) -> int:
     out, _, losses = _run(stage, values)
     stage.anchor = None
     roots, seeds = _roots(stage, out, losses)
-    wanted = [t for leaf in leaves for t in (leaf if isinstance(leaf, list) else [leaf]) if t is not None]
+    wanted = _tensors(leaves)
     del out, losses, values
     if not roots:
         return 0
@@ -197,14 +247,4 @@ def _roots(stage: Stage, out: Any, losses: list[Tensor]) -> tuple[list[Any], lis
     for loss in losses:
         collect(edges(loss), torch.ones_like(loss), roots, seeds)
     return roots, seeds
-
-
-def _backward(stage: Stage, out: Any, losses: list[Tensor], wanted: list[Tensor]) -> float:
-    roots, seeds = _roots(stage, out, losses)
-    if not roots:
-        return 0.0
-    begin = time.perf_counter()
-    accumulate(roots, seeds, wanted, [])  # as a step does it, so that adding to .grad is part of the cost
-    return time.perf_counter() - begin
-
 
