@@ -161,6 +161,7 @@ def orders_needed(plan: Plan) -> Iterator[tuple[int, int, str]]:
             verb = "used" if task in used.readers else "written"
             yield task, free, f"frees {name} while it is still to be {verb} by"
     yield from _early(plan)
+    yield from _reduces(plan)
     yield from _versions(plan) if plan.asynchronous else _updates(plan)
 
 
@@ -260,6 +261,15 @@ def _frees(plan: Plan) -> Iterator[tuple[Memory, int]]:
     columns = (buffers.kind, buffers.ref, items, buffers.device, source, buffers.free)
     for kind, ref, item, device, sender, free in zip(*(column.tolist() for column in columns), strict=True):
         yield (kind, ref, item, device, sender), free
+
+
+def _reduces(plan: Plan) -> Iterator[tuple[int, int, str]]:
+    """A REDUCE reads the sum of its stage's gradients, which every backward of the stage adds to."""
+    table = plan.table
+    backward = np.isin(table.kind, BACKWARDS)
+    for reduce in np.flatnonzero(table.kind == Kind.REDUCE).tolist():
+        for task in np.flatnonzero(backward & (table.stage == table.stage[reduce])).tolist():
+            yield task, reduce, "adds up gradients without that of"
 
 
 def _updates(plan: Plan) -> Iterator[tuple[int, int, str]]:

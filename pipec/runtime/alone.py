@@ -63,6 +63,10 @@ class Alone:
         """Ids of the parameters whose gradients are complete only when several sums are added."""
         return shared_parameters(trained)
 
+    def leaves(self, trained: Sequence[list[Tensor]]) -> Sequence[list[Tensor]]:
+        """Per stage the tensors whose gradients its backwards make: the trained ones, or what stands for them."""
+        return trained
+
     def share(self, stages: Sequence[Stage]) -> None:
         """Make what several processes hold the same, before the first step."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from pipec.errors import Problem, RunError, raise_all
 from pipec.ir import Plan
 from pipec.runtime.randomness import DeviceGenerator, generator_of
+from pipec.runtime.replicas import Replicas
 from pipec.runtime.stages import Stage, named_leaves
 
 
@@ -104,33 +107,47 @@ def check_places(devices: Sequence[torch.device] | None, before: Plan, after: Pl
         )
 
 
-def place_stages(stages: Sequence[Stage], where: Sequence[torch.device]) -> None:
-    """Move parameters and buffers of every stage to its device. Parameters stay the same objects.
+def place_stages(stages: Sequence[Stage], where: Sequence[torch.device], replicas: Replicas | None = None) -> None:
+    """Move parameters and buffers of every stage to its device. Parameters stay the same objects; those with replicas
+    go to their owner's device.
 
     Raises:
-        RunError: stages on different devices share a parameter or a buffer; nothing is moved then.
+        RunError: stages on different devices share a buffer, or a parameter without replicas; nothing is moved then.
     """
     first: dict[int, tuple[Stage, str, torch.device]] = {}
     problems = []
+    stand_ins = {} if replicas is None else replicas.stand_ins
     for stage, device in zip(stages, where, strict=True):
+        replicated = stand_ins[stage.index].replicas if stage.index in stand_ins else {}
         for name, tensor in _tensors(stage):
+            if id(tensor) in replicated:
+                continue
             other, its_name, its_device = first.setdefault(id(tensor), (stage, name, device))
             if its_device != device:
                 problems.append(Problem(
                     f"stages {other.name!r} and {stage.name!r} share {its_name!r} ({name!r} there) but run on "
-                    f"{its_device} and {device}; place them on one device (placement=), or bind both logical devices "
-                    "to one GPU (devices=)", stage.spec.location,
+                    f"{its_device} and {device}; {_ADVICE if isinstance(tensor, Parameter) else _BUFFER_ADVICE}",
+                    stage.spec.location,
                 ))
     raise_all("devices", problems, RunError)
     for stage, device in zip(stages, where, strict=True):
-        for module in stage.modules:
-            if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
-                module.to(device)
-        for _, leaf in named_leaves(stage.spec.params):
-            if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.device != device:
-                leaf.data = leaf.data.to(device)
-                if leaf.grad is not None:
-                    leaf.grad = leaf.grad.to(device)
+        with stand_ins.get(stage.index) or nullcontext():
+            _move(stage, device)
+
+
+_ADVICE = "place them on one device (placement=), or bind both logical devices to one GPU (devices=)"
+_BUFFER_ADVICE = f"a buffer may change in one of them and be missed in the other; give each its own, or {_ADVICE}"
+
+
+def _move(stage: Stage, device: torch.device) -> None:
+    for module in stage.modules:
+        if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
+            module.to(device)
+    for _, leaf in named_leaves(stage.spec.params):
+        if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.device != device:
+            leaf.data = leaf.data.to(device)
+            if leaf.grad is not None:
+                leaf.grad = leaf.grad.to(device)
 
 
 def generators_of(stages: Sequence[Stage]) -> dict[int, DeviceGenerator]:

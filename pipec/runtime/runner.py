@@ -33,8 +33,10 @@ from pipec.runtime.optim import Hook, Updater
 from pipec.runtime.placement import homes, place_stages, real_devices
 from pipec.runtime.program import Op, Program, build_program
 from pipec.runtime.randomness import DeviceGenerator, Position, Randomness, Streams, generator_of
+from pipec.runtime.replicas import Replicas, replicate
 from pipec.runtime.result import Result, counted_minibatches
 from pipec.runtime.split import tell_compiled
+from pipec.runtime.spread import Spread
 from pipec.runtime.stages import Stage, bind, check_means, training_flags
 from pipec.runtime.state import Stateful
 from pipec.runtime.step import Batch, Probe, Step
@@ -135,15 +137,19 @@ class Runner(Overlapping, Stateful):
             self._plans[plan.training, plan.microbatches, plan.slices] = plan, program
         self.stages: list[Stage] = bind(self._party.local(self.spec))
         self._generators: dict[int, DeviceGenerator] = {}
+        replicas: Replicas | None = None
+        if (devices := self._real or getattr(backend, "devices", None)) is not None:  # recorded streams have their own
+            where = homes(plan, devices)
+            replicas = replicate(self.stages, where, plan)
+            self._party = Spread(replicas) if replicas is not None else self._party
         if self._real is not None:
-            where = homes(plan, self._real)
-            place_stages(self.stages, where)
+            place_stages(self.stages, where, replicas)
             self._generators = {stage: generator_of(device) for stage, device in enumerate(where)}
         tell_compiled(
             self.stages[s] for s in np.unique(plan.table.stage[plan.table.kind == Kind.BACKWARD_WEIGHT]).tolist()
         )
         self._backend: Backend = self._party.backend or make_backend(
-            backend, self.spec.name, plan.devices, watchdog, self._real
+            backend, self.spec.name, plan.devices, watchdog, self._real, replicas
         )
         self._updater = Updater(plan, optimizer, self.stages, scaler, hook, self._party.anywhere)
         self._owners = self._party.owners(self.stages, model)
@@ -187,7 +193,8 @@ class Runner(Overlapping, Stateful):
         plan, program = self._program(True, batch)
         shared = party.shared(trained)
         accumulators = [
-            Accumulator(own, shared, order) for own, order in zip(trained, program.backward_order, strict=True)
+            Accumulator(own, shared, order)
+            for own, order in zip(party.leaves(trained), program.backward_order, strict=True)
         ]
         step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
                     self.probe, random=self._random(position), reduce=party.reduce)

@@ -40,9 +40,11 @@ from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure
 from pipec.runtime.lanes import Turn, Turns
 from pipec.runtime.program import NOWHERE, Op, Route
+from pipec.runtime.replicas import Replicas
 from pipec.runtime.stream_api import Event, Held, StreamApi
 from pipec.runtime.stream_clock import StreamClock
 from pipec.runtime.stream_inputs import Inputs
+from pipec.runtime.stream_replicas import ReplicaStreams
 from pipec.runtime.transfer import Copy, copied, duplicate, fill, prepared, tensors
 
 LAG = 1  # works of a lane that may start before memory is taken back, so that its stream seldom stands
@@ -84,9 +86,12 @@ class StreamLane:
 class StreamLanes:
     """The backend for devices with streams."""
 
-    def __init__(self, api: StreamApi, devices: Sequence[torch.device]) -> None:
-        """``devices``: per logical device the real one; several may share one."""
-        self.api, self.devices = api, list(devices)
+    def __init__(
+        self, api: StreamApi, devices: Sequence[torch.device], replicas: Replicas | None = None
+    ) -> None:
+        """``devices``: per logical device the real one; several may share one. ``replicas``: of what their stages
+        share."""
+        self.api, self.devices, self.replicas = api, list(devices), replicas
         self.lanes: list[StreamLane] = [
             StreamLane(api, device, f"{('compute', 'out', 'in')[lane]} {number}")
             for number, device in enumerate(self.devices) for lane in Lane
@@ -110,6 +115,8 @@ class StreamLanes:
         clock.begin((lane.device, lane.stream) for lane in self.lanes)
         try:
             self._inputs.send(devices)
+            if part.shared is not None:
+                part.shared.send()
             for turn in self._turns.of(step.plan, ops):
                 part.at = turn.op
                 (part.compute if turn.op.kind is not Kind.COPY else part.copy if turn.into >= 0 else part.host)(turn)
@@ -178,12 +185,18 @@ class _Part:
         self.devices, self.channels, self.clock = devices, channels, clock
         self.events: dict[int, Event] = {}
         self.at: Op | None = None
+        self.shared = None if backend.replicas is None else ReplicaStreams(self.api, self.lanes, backend.replicas)
 
     def compute(self, turn: Turn) -> None:
         """Any task but a COPY."""
         op, lane, device = turn.op, self.lanes[turn.lane], self.devices[turn.op.device]
         lane.begin()
         lane.after([self.events[task] for task in turn.waits if task in self.events])
+        if self.shared is not None:
+            if op.kind is Kind.REDUCE:
+                self._reduce(turn, self.shared)
+                return
+            lane.after(self.shared.arrived(op.stage))
         if op.kind in (Kind.FORWARD, Kind.RECOMPUTE) and device.stages[op.stage].inputs:
             lane.after(self.inputs.arrived(op.device, op.piece))
         if op.receives:
@@ -193,10 +206,22 @@ class _Part:
                 self._take_over(lane, device, op, names)
         start = self.api.mark(lane.stream)
         with self.api.on(lane.stream, what=turn.name):
-            device.run((op,))
+            if self.shared is None:
+                device.run((op,))
+            else:
+                with self.shared.standing_in(op):
+                    device.run((op,))
         self.clock.note(op.task, lane.device, start, self.api.mark(lane.stream))
         if turn.awaited:
             self.events[op.task] = self.api.record(lane.stream)
+
+    def _reduce(self, turn: Turn, shared: ReplicaStreams) -> None:
+        """A REDUCE: sums of gradients of replicas to the parameters' devices."""
+        op, lane = turn.op, self.lanes[turn.lane]
+        device = self.devices[op.device]
+        start, end, self.events[op.task] = shared.reduce(turn, device.step.accumulators[op.stage])
+        device.run((op,))
+        self.clock.note(op.task, lane.device, start, end)
 
     def _take_over(self, lane: StreamLane, device: Device, op: Op, names: list[str]) -> None:
         """What has arrived becomes the compute stream's own; the copy-in stream has its memory back after that."""

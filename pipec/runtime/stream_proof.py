@@ -70,6 +70,7 @@ def problems(plan: Plan, calls: Sequence[Call], until: int | None = None) -> lis
         if first in at and second in at and not happened.ordered(at[first], at[second]):
             found.append(f"{tasks[second]} {what} {tasks[first]}")
     found += input_problems(plan, happened, places, at, tasks)
+    found += replica_problems(plan, happened, places, at, tasks)
     return found + memory_problems(calls) + _callers(calls, happened)
 
 
@@ -121,6 +122,8 @@ def _streams(plan: Plan, happened: Happened, at: dict[int, int], tasks: list[str
         if row.kind is Kind.COPY:
             stream = f"in {row.peer}" if row.host == "from" else f"out {row.device}"
             others = () if row.host else (f"in {row.peer}",)  # type: ignore[assignment]
+        elif row.kind is Kind.REDUCE:
+            stream, others = f"out {row.device}", call.others  # type: ignore[assignment]
         if (call.stream, call.others) != (stream, others):
             found.append(f"{tasks[task]} runs on {call.stream} {call.others}, not on {stream} {others}")
     for device in range(plan.devices):
@@ -155,6 +158,31 @@ def input_problems(
             copies = [places[name] for name in names if name in places][:1]
             found += [f"{tasks[task]} does not wait for {names[0]}" for copy in copies
                       if not happened.ordered(copy, place)]
+    return found
+
+
+def replica_problems(
+    plan: Plan, happened: Happened, places: dict[str, int], at: dict[int, int], tasks: list[str]
+) -> list[str]:
+    """Whoever reads replicas of another device's parameters comes after the copy of their values, which comes after
+    the step before on that device."""
+    found, entered = [], dict[str, int]()
+    for number, call in enumerate(happened.calls):
+        if call.kind == "wait":
+            entered.setdefault(call.stream, number)
+    for name, place in places.items():
+        if name.startswith(PARAMETERS):
+            first = entered.get(f"in {name.rsplit(' ', 1)[1]}", -1)
+            if first < 0 or not happened.ordered(first, place):
+                found.append(f"{name} may write into replicas that are still in use")
+    for task, place in at.items():
+        row = plan.table.task(task)
+        if row.kind is not Kind.FORWARD:
+            continue
+        for other in plan.graph.stages[row.stage].tied:
+            name = f"{PARAMETERS}{plan.stage_device(other)} for {row.device}"
+            if name in places and not happened.ordered(places[name], place):
+                found.append(f"{tasks[task]} does not wait for {name}")
     return found
 
 
@@ -193,7 +221,7 @@ def _uses(call: Call, token: str, free: Call) -> bool:
     return call.what == token
 
 
-MEMORY, TAKES = "memory for ", "takes over "
+MEMORY, TAKES, PARAMETERS = "memory for ", "takes over ", "parameters of "
 
 
 def _callers(calls: Sequence[Call], happened: Happened) -> list[str]:
