@@ -10,9 +10,11 @@ import torch
 from pipec.runtime.borders import pack
 from pipec.runtime.distributed import carriers, ordered
 from pipec.runtime.distributed.carriers import Wired
+from pipec.runtime.distributed.hosting import HostMemory
 from pipec.runtime.distributed.wire import frame_of
 from pipec.runtime.distributed.wires import MOST, Leg, batches
 from pipec.runtime.stream_api import Recorder
+from pipec.runtime.stream_lanes import StreamLane
 from pipec.tree import flatten
 
 
@@ -39,7 +41,7 @@ class Wire:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def issue(self, legs: Any) -> str:
+    def issue(self, legs: Any, behind: Any = None) -> str:
         self.calls.append("issue " + " ".join(one.name for one in legs))
         return legs[0].name
 
@@ -56,7 +58,9 @@ class Wire:
 def test_what_was_sent_is_let_go_of_with_the_next_that_is_read_or_when_too_much_is_under_way() -> None:
     api, wire = Recorder(), Wire()
     cpu = torch.device("cpu")
-    carrier = Wired(api, {1: wire}, api.caller(cpu), cpu)
+    compute, out = api.caller(cpu), api.stream(cpu, "out 0")
+    hosts = HostMemory(api, compute, out, StreamLane(api, cpu, "in 0"), cpu)
+    carrier = Wired(api, {1: wire}, compute, cpu, hosts)
 
     def send(number: int) -> None:
         buffer = torch.empty(4, dtype=torch.uint8)
@@ -90,8 +94,11 @@ def test_what_was_sent_is_let_go_of_with_the_next_that_is_read_or_when_too_much_
 @pytest.mark.parametrize("large", [False, True])
 def test_buffers_of_a_message_have_the_sizes_that_the_other_end_makes_room_for(large: bool) -> None:
     rows = 1 << 16 if large else 4
-    tensors = {"dense": torch.randn(rows, 3), "turned": torch.randn(3, rows).t(), "expanded": torch.randn(1, 3).expand(
-        rows, 3), "empty": torch.empty(0, 3), "gaps": torch.randn(rows, 6)[:, ::2], "half": torch.randn(rows).half()}
+    tensors = {
+        "dense": torch.randn(rows, 3), "turned": torch.randn(3, rows).t(), "gaps": torch.randn(rows, 6)[:, ::2],
+        "expanded": torch.randn(1, 3).expand(rows, 3), "one number": torch.randn(()).expand(rows, 3),
+        "empty": torch.empty(0, 3), "half": torch.randn(rows).half(),
+    }
     frame, own = frame_of(pack(tensors))
     made = carriers.parts(frame, own, torch.device("cpu"))
     assert [buffer.numel() for buffer in made] == carriers.sizes(frame)
@@ -100,4 +107,4 @@ def test_buffers_of_a_message_have_the_sizes_that_the_other_end_makes_room_for(l
     for one, other in zip(value.leaves, flatten(tensors)[0], strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride()
-    assert len(made) == (5 if large else 1)
+    assert len(made) == (6 if large else 1)

@@ -309,18 +309,3 @@ def scaled(rank: int, broken: bool) -> tuple[bool, float, list[float]]:
 def test_an_inf_anywhere_skips_every_stage(crew2: Any) -> None:
     assert crew2(scaled, True) == [(True, 512.0, [1.0])] * 2
     assert crew2(scaled, False) == [(False, 1024.0, [-0.5]), (False, 1024.0, [-1.0])]
-
-
-def held(rank: int) -> str:
-    net = pipec.Pipeline("net")
-    a = net.stage("first", nn.Linear(4, 4), net.input("x"))
-    b = net.stage("second", nn.Linear(4, 4), a)
-    net.loss("mean", torch.mean, net.stage("third", torch.add, b, pipec.skip(a, hold="host")))
-    with pytest.raises(pipec.RunError) as error:
-        pipec.Runner(net, pipec.compile(net, 2, 2, placement=[0, 0, 1]))
-    return str(error.value)
-
-
-def test_values_that_wait_on_the_host_are_refused_over_ranks(crew2: Any) -> None:
-    told = "skip(hold='host') of 'first': values wait in host memory in runs of one process only; leave hold= out, and"
-    assert all(text.startswith(told) for text in crew2(held))

@@ -38,6 +38,7 @@ class Op:
             values in ``reads`` and ``returns``, its gradient behind those in ``gradients``.
         source, route: of a COPY: the slot it sends and where; ``slot`` is the one it arrives in. One to host memory has
             no route: what it makes stays in a slot of the same device.
+        hosted: a COPY to host memory, or from there.
         readers: per value the stage reads, all stages that send a gradient of it.
         frees: slots that are dead when it has ended.
     """
@@ -48,6 +49,7 @@ class Op:
         "frees",
         "gives",
         "gradients",
+        "hosted",
         "kind",
         "microbatch",
         "piece",
@@ -79,7 +81,7 @@ class Op:
         self.gradients: tuple[Slot, ...] = ()
         self.returns: tuple[Slot, ...] = ()
         self.tape: Slot = -1
-        self.recomputed = False
+        self.recomputed = self.hosted = False
         self.source: Slot = -1
         self.slot: Slot = -1
         self.route: Route = NOWHERE
@@ -191,6 +193,7 @@ def _op(plan: Plan, task: int, slots: Sequence[Slots], again: Again) -> Op:
         carries = int(table.gradient[task])
         here, there = CARRIES[carries]
         op.route = NOWHERE if carries == TO_HOST else (device, peer)
+        op.hosted = carries >= TO_HOST
         op.source, op.slot = own.find(here, value, piece), slots[peer].find(there, value, piece)
         return op
     if stage < 0:

@@ -58,7 +58,7 @@ def traffic(plan: Plan, ops: Sequence[Sequence[Op]], me: int) -> Traffic:
     made = Traffic({}, {}, ops)
     for row in ops:
         for op in row:
-            if op.kind is Kind.COPY and me in op.route:
+            if op.kind is Kind.COPY and me in op.route and op.route[0] != op.route[1]:
                 source, target = op.route
                 message = Message(op, int(plan.table.value[op.task]), int(plan.table.gradient[op.task]), plan.graph)
                 if me == target:

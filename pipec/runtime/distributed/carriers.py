@@ -8,18 +8,21 @@ before the transfer is issued, and opened after the compute stream has waited fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from pipec.runtime.distributed.hosting import HostMemory
 from pipec.runtime.distributed.wire import Frame, as_bytes, placed
 from pipec.runtime.distributed.wires import Leg, Wire
 from pipec.runtime.stream_api import Event, Stream, StreamApi
 
 CONTENT = 2  # tag of content that goes through host memory
+HOST = torch.device("cpu")
+Content = Callable[[], list[Tensor]]  # what leaves the host, once a copy has ended
 
 
 @frozen(eq=False)
@@ -42,6 +45,9 @@ class Carrier(Protocol):
 
     def parts(self, frame: Frame, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a message as buffers to send."""
+
+    def from_host(self, task: int, name: str, frame: Frame, tensors: Sequence[Tensor], event: Event) -> list[Tensor]:
+        """The same of tensors in host memory, which hold their elements after ``event``."""
 
     def blank(self, frame: Frame | None) -> list[Tensor]:
         """Buffers of the same sizes without meaning."""
@@ -88,13 +94,27 @@ def parts(frame: Frame, tensors: Sequence[Tensor], device: torch.device) -> list
     if not frame.room:
         return [as_bytes(tensor) for tensor, leaf in zip(tensors, frame.leaves, strict=True) if leaf.nbytes]
     buffer = torch.empty(frame.room, dtype=torch.uint8, device=device)
+    join(frame, tensors, buffer)
+    return [buffer]
+
+
+def join(frame: Frame, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+    """Write the tensors of a message into one buffer; the host does not wait."""
     for number, (leaf, offset, tensor) in enumerate(zip(frame.leaves, frame.offsets, tensors, strict=True)):
         there, bare = placed(frame, number, buffer, offset), tensor.detach()
         if 0 in leaf.stride:  # elements that share memory travel once
             once = [1 if stride == 0 else n for n, stride in zip(leaf.size, leaf.stride, strict=True)]
             there, bare = there.as_strided(once, there.stride()), bare.as_strided(once, bare.stride())
-        there.copy_(bare)
-    return [buffer]
+        there.copy_(bare, non_blocking=True)
+
+
+def bring(frame: Frame, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """Write tensors that are in host memory into buffers of :func:`room`; the host does not wait."""
+    if frame.room:
+        join(frame, tensors, buffers[0])
+        return
+    for there, here in zip(buffers, parts(frame, tensors, HOST), strict=True):
+        there.copy_(here, non_blocking=True)
 
 
 @define(eq=False)
@@ -120,9 +140,12 @@ class Wired:
     brings, everything sent there before is free again; only where nothing is read for long it waits for the oldest.
     """
 
-    def __init__(self, api: StreamApi, wires: Mapping[int, Wire], compute: Stream, memory: torch.device) -> None:
+    def __init__(
+        self, api: StreamApi, wires: Mapping[int, Wire], compute: Stream, memory: torch.device, hosts: HostMemory
+    ) -> None:
         """``wires``: by the device at the other end."""
-        self.memory = memory
+        self.memory, self._hosts = memory, hosts
+        self._fetched: set[int] = set()  # sends whose content comes by the stream of copies from the host
         self._api, self._wires, self._compute = api, wires, compute
         self._groups: dict[int, deque[Group]] = {peer: deque() for peer in wires}
         self._count = 0
@@ -130,6 +153,15 @@ class Wired:
 
     def parts(self, frame: Frame, tensors: Sequence[Tensor]) -> list[Tensor]:
         return parts(frame, tensors, self.memory)
+
+    def from_host(self, task: int, name: str, frame: Frame, tensors: Sequence[Tensor], event: Event) -> list[Tensor]:
+        """A send begins after the copy-in stream has fetched it; the compute stream does not wait."""
+        with self._api.on(self._compute, what=f"memory for {name}"):
+            buffers = self.blank(frame)
+        if buffers:
+            self._fetched.add(task)
+            self._hosts.fetch(name, event, lambda: bring(frame, tensors, buffers))
+        return buffers
 
     def blank(self, frame: Frame | None) -> list[Tensor]:
         return room(frame, self.memory)
@@ -147,7 +179,8 @@ class Wired:
                 self._coming[leg.task] = group, leg.name, leg.buffers
         legs = [leg for leg in legs if leg.buffers]
         if legs:
-            group.flight = self._wires[group.peer].issue(legs)
+            behind = self._hosts.stream if self._fetched and legs[0].task in self._fetched else None
+            group.flight = self._wires[group.peer].issue(legs, behind)
             self._groups[group.peer].append(group)
 
     def push(self, wait: bool) -> None:
@@ -206,7 +239,8 @@ class Staged:
     ) -> None:
         self.memory = memory
         self._api, self._group, self._compute, self._out = api, group, compute, out
-        self._copied: deque[tuple[Leg, list[Tensor], Event]] = deque()
+        self._copied: deque[tuple[Leg, Content, Event]] = deque()
+        self._from_host: dict[int, tuple[Content, Event]] = {}
         self._leaving: deque[Owed] = deque()
         self._coming: dict[int, tuple[Leg, list[Any]]] = {}
         self._dropped: list[Owed] = []
@@ -214,8 +248,13 @@ class Staged:
     def parts(self, frame: Frame, tensors: Sequence[Tensor]) -> list[Tensor]:
         return parts(frame, tensors, self.memory)
 
+    def from_host(self, task: int, name: str, frame: Frame, tensors: Sequence[Tensor], event: Event) -> list[Tensor]:
+        """It is where it leaves from already; nothing of the GPU's is sent."""
+        self._from_host[task] = lambda: parts(frame, tensors, HOST), event
+        return []
+
     def blank(self, frame: Frame | None) -> list[Tensor]:
-        return room(frame, torch.device("cpu"))
+        return room(frame, HOST)
 
     def issue(self, legs: Sequence[Leg]) -> None:
         for leg in legs:
@@ -230,6 +269,10 @@ class Staged:
         return self._api.host_memory(torch.empty(size, dtype=torch.uint8, device="meta"))
 
     def _copy(self, leg: Leg) -> None:
+        waiting = self._from_host.pop(leg.task, None)
+        if waiting is not None:
+            self._copied.append((leg, *waiting))
+            return
         if not leg.buffers:
             return
         self._api.wait(self._out, self._api.record(self._compute))
@@ -237,17 +280,19 @@ class Staged:
             host = [self._host(buffer.numel()) for buffer in leg.buffers]
             for there, buffer in zip(host, leg.buffers, strict=True):
                 there.copy_(buffer, non_blocking=True)
-        self._copied.append((leg, host, self._api.record(self._out)))
+        self._copied.append((leg, lambda: host, self._api.record(self._out)))
 
     def push(self, wait: bool) -> None:
         while self._copied:
-            leg, host, event = self._copied[0]
+            leg, content, event = self._copied[0]
             if wait:
                 self._api.synchronize(event)
             elif not self._api.past(event):
                 return
             self._copied.popleft()
-            self._api.free(self._compute, f"{leg.name} sent", leg.buffers)
+            if leg.buffers:
+                self._api.free(self._compute, f"{leg.name} sent", leg.buffers)
+            host = content()
             works = [self._group.send([buffer], leg.device, CONTENT) for buffer in host]
             self._leaving.append(Owed(leg.task, works, host))
 

@@ -66,7 +66,7 @@ class Message:
     def what(self) -> str:
         """The words for it in an error."""
         name, op = self.graph.values[self.value].name, self.op
-        kind = ("", "the gradient of ", "the recomputed ")[self.gradient]
+        kind = ("", "the gradient of ", "the recomputed ", "", "")[self.gradient]
         return f"{kind}value {name!r} of microbatch {op.microbatch}{f'.{op.slice}' if op.slice else ''}"
 
 
@@ -127,7 +127,7 @@ class RankChannels(Links):
         self._out = {peer: Link(peer, messages) for peer, messages in outgoing.items()}
         self._frames, self._forms = frames, forms
         self._envelopes: dict[Frame, list[Envelope]] = {}  # those that no send is using
-        self._before = received or {}
+        self._before, self._own = received or {}, deque()
         self._soonest = -1  # the first task whose message this rank has made no room for
         self.learned: dict[Key, Frame] = {}
         self._timeout = timedelta(seconds=timeout)
@@ -240,6 +240,9 @@ class RankChannels(Links):
 
     def send(self, route: Route, slot: int, payload: Any) -> None:
         """Begin to send what a COPY carries; it is kept until the reader has it."""
+        if route[1] == self._rank:
+            self._own.append((slot, payload))
+            return
         link = self._out[route[1]]
         message = link.messages[link.at]
         expected = self._frames.get(self._key(message))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipec.errors import Problem, RunError, raise_all
-from pipec.ir import TO_HOST, Plan
+from pipec.ir import Plan
 from pipec.runtime.distributed.local import Tied
 from pipec.spec import Spec
 from pipec.verify.flow import issue_deadlock
@@ -13,13 +13,6 @@ from pipec.verify.flow import issue_deadlock
 
 def check_plan(spec: Spec, plan: Plan, tied: Sequence[Tied]) -> None:
     """Raise RunError for a plan that ranks cannot run; ``tied``: parameters that stages of several share."""
-    hosted = plan.table.value[plan.table.gradient == TO_HOST]
-    held = {plan.graph.values[value].name for value in hosted.tolist()}
-    if held:
-        raise RunError(
-            f"skip(hold='host') of {', '.join(map(repr, sorted(held)))}: values wait in host memory in runs of one "
-            "process only; leave hold= out, and compile again"
-        )
     story = issue_deadlock(plan)
     if story is not None:
         raise RunError(f"the plan does not run over several processes: {story}")

@@ -213,12 +213,13 @@ class GpuRanks(Ranks):
         """The channels of this rank during one run of its tasks of ``plan``."""
         self._council.at = plan
         streams, hosts = self.streams, self.groups.pipeline
+        memory = streams.hosts()
         if self.transport is Transport.WIRED:
-            carrier: Carrier = Wired(streams.api, self._wires, streams.compute, self.memory)
+            carrier: Carrier = Wired(streams.api, self._wires, streams.compute, self.memory, memory)
         else:
             carrier = Staged(streams.api, hosts, streams.compute, streams.out, self.memory)
         return OrderedChannels(
-            carrier, hosts, self.place.ranks[self.replica], self.device, own, self._orders.of(own.ops),
+            carrier, memory, hosts, self.place.ranks[self.replica], self.device, own, self._orders.of(own.ops),
             self._frames[plan.training], forms, self._timeout, self._council.lost, received,
         )
 
@@ -264,7 +265,7 @@ class GpuRanks(Ranks):
 
 def routes_of(plan: Plan, tied: Sequence[Tied], homes: Sequence[int]) -> set[Route]:
     """Pairs of devices between which values travel, gradients, or sums of a parameter that stages of both share."""
-    copies = plan.table.kind == Kind.COPY
+    copies = (plan.table.kind == Kind.COPY) & (plan.table.device != plan.table.peer)
     found = set(zip(plan.table.device[copies].tolist(), plan.table.peer[copies].tolist(), strict=True))
     for one in tied:
         devices = {homes[stage] for stage in one.stages}

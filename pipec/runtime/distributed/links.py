@@ -4,6 +4,7 @@ task list that has failed is brought to its end."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class Links(ABC):
     _out: Mapping[int, Any]  # by reader: the messages, and how many were sent
     _forms: Sequence[Any] | None
     _before: Mapping[Route, int]
+    _own: deque[Any]  # what comes back to this rank from its host memory: slots, and what is for them
 
     def _key(self, message: Any) -> Key:
         """What messages share whose form both sides expect to be the same from step to step."""
@@ -39,6 +41,8 @@ class Links(ABC):
             Stopped: the sender has failed.
             RankError: it has ended or does not answer.
         """
+        if route[0] == self._rank:
+            return self._back()
         found = self._next(self._in[route[0]])
         if self.stopped:
             raise Stopped
@@ -46,7 +50,16 @@ class Links(ABC):
 
     def left(self) -> list[tuple[Route, int]]:
         """By route how many messages no task has asked for yet."""
-        return [((link.peer, self._rank), len(link.messages) - link.at) for link in self._in.values()]
+        own = [((self._rank, self._rank), len(self._own))] if self._own else []
+        return own + [((link.peer, self._rank), len(link.messages) - link.at) for link in self._in.values()]
+
+    def to_host(self, payload: Any) -> Any:
+        """A value in host memory: here itself, as a rank on the CPU has no other."""
+        return payload
+
+    def _back(self) -> tuple[int, Any]:
+        """The next (slot, payload) that comes back from this rank's own host memory."""
+        return self._own.popleft()  # type: ignore[no-any-return]
 
     @abstractmethod
     def _next(self, link: Any) -> tuple[int, Any]:
@@ -68,12 +81,14 @@ class Links(ABC):
         place: dict[int, int] = {}
         for op in ops:
             for route, count in op.receives:
+                if route[0] == self._rank:
+                    continue
                 link = self._in[route[0]]
                 while link.at < count - self._before.get(route, 0):
                     self._next(link)
             if each is not None:
                 each(op)
-            if op.route[0] == self._rank:
+            if op.route[0] == self._rank != op.route[1]:
                 out = self._out[op.route[1]]
                 place[out.peer] = place.get(out.peer, 0) + 1
                 if out.at < place[out.peer]:

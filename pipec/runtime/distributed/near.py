@@ -68,7 +68,7 @@ class NearChannels(Links):
         self._lines, self._rank, self._lost, self._timeout = lines, rank, lost, timeout
         self._in = {peer: In(peer, messages, lines.inbox[peer]) for peer, messages in traffic.incoming.items()}
         self._out = {peer: Out(peer, messages, lines.pools[peer]) for peer, messages in traffic.outgoing.items()}
-        self._frames, self._forms, self._before = frames, forms, received or {}
+        self._frames, self._forms, self._before, self._own = frames, forms, received or {}, deque()
         self.learned: dict[Key, Frame] = {}
         self.stopped = False
         self.failure: tuple[Any, ...] | None = None
@@ -173,6 +173,9 @@ class NearChannels(Links):
 
     def send(self, route: Route, slot: int, payload: Any) -> None:
         """Write what a COPY carries where its reader finds it."""
+        if route[1] == self._rank:
+            self._own.append((slot, payload))
+            return
         link = self._out[route[1]]
         message = link.messages[link.at]
         expected = self._frames.get(self._key(message))

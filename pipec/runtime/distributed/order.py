@@ -27,10 +27,14 @@ REPLICAS = -1  # in a route, the same device of all other replicas
 
 @frozen
 class Transfer:
-    """A COPY as one of its ends issues it, or a REDUCE: its route leads to ``REPLICAS``."""
+    """A COPY as one of its ends issues it, or a REDUCE: its route leads to ``REPLICAS``.
+
+    ``hosted``: from host memory, so not before the task that the plan lets it wait for.
+    """
 
     task: int
     route: Route
+    hosted: bool = False
 
     def told(self, me: int) -> str:
         source, target = self.route
@@ -52,8 +56,8 @@ def orders_of(ops: Sequence[Sequence[Op]], replicas: int = 1) -> list[Order]:
         if op.kind is Kind.REDUCE:
             rows[op.device].append(Transfer(op.task, (op.device, REPLICAS)))
             continue
-        for device in op.route:
-            rows[device].append(Transfer(op.task, op.route))
+        for device in op.route if op.route[0] != op.route[1] else ():  # others stay on their device
+            rows[device].append(Transfer(op.task, op.route, op.hosted))
     after = [dict(pairwise(one.task for one in row)) for row in rows]
     ready = _ready(ops)
     return [tuple(_grouped(row, ops, after, ready)) for row in rows]
@@ -101,7 +105,7 @@ def pairs(
     receives the first can wait with it for the second: none of its tasks between the two reads what comes from there.
     """
     source, target = one.route
-    if target == REPLICAS or other.route != (target, source):
+    if target == REPLICAS or other.route != (target, source) or one.hosted or other.hosted:
         return False
     if ready[other.task] > ready[one.task] or any(after[end].get(one.task) != other.task for end in one.route):
         return False

@@ -38,6 +38,7 @@ from pipec.runtime.distributed.channels import (
     Message,
     header_of,
 )
+from pipec.runtime.distributed.hosting import Hosted, HostMemory
 from pipec.runtime.distributed.links import Links
 from pipec.runtime.distributed.order import REPLICAS, Order, Transfer
 from pipec.runtime.distributed.wire import HEAD, Frame, dumped, fits, frame_of, loaded, payload_of, rebuilt
@@ -68,20 +69,23 @@ class OrderedChannels(Links):
     """
 
     def __init__(
-        self, carrier: Carrier, hosts: Any, ranks: Sequence[int], rank: int, traffic: Traffic, order: Order,
-        frames: dict[Any, Frame], forms: Sequence[Any] | None, timeout: float, lost: Lost,
+        self, carrier: Carrier, memory: HostMemory, hosts: Any, ranks: Sequence[int], rank: int, traffic: Traffic,
+        order: Order, frames: dict[Any, Frame], forms: Sequence[Any] | None, timeout: float, lost: Lost,
         received: Mapping[Route, int] | None = None,
     ) -> None:
-        """``hosts``: the group between hosts; ``ranks``: the global rank of every device; ``order``: this rank's; the
-        others as in :class:`.channels.RankChannels`."""
-        self._carrier, self._hosts = carrier, hosts
+        """``memory``: for values that wait in host memory; ``hosts``: the group between hosts; ``ranks``: the global
+        rank of every device; ``order``: this rank's; the others as in :class:`.channels.RankChannels`."""
+        self._carrier, self._memory, self._hosts = carrier, memory, hosts
         self._ranks, self._rank, self._lost = ranks, rank, lost
         self._in = {peer: Link(peer, messages) for peer, messages in traffic.incoming.items()}
         self._out = {peer: Link(peer, messages) for peer, messages in traffic.outgoing.items()}
         self._frames, self._forms, self._before = frames, forms, received or {}
+        self._own: deque[tuple[int, Any, Any]] = deque()
+        self._name, self._reached = "", -1  # the task that is queued now
         links = (*self._in.values(), *self._out.values())
         self._message = {message.op.task: message for link in links for message in link.messages}
         self._left = deque(order)
+        self._late_receives = any(one.hosted and one.route[0] != rank for group in order for one in group)
         reduces = {one.task for group in order for one in group if one.route[1] == REPLICAS}
         self._reduces = {op.stage: op.task for op in traffic.ops[rank] if op.task in reduces}
         self._ready: dict[int, Any] = {}  # buffers of sends that have not been issued; of a REDUCE what begins it
@@ -99,9 +103,13 @@ class OrderedChannels(Links):
         """Issue the first transfers of which this rank is the receiver."""
         self._advance(-1)
 
-    def look(self) -> None:
-        """Between two tasks: begin what could not begin yet."""
+    def look(self, task: int, name: str) -> None:
+        """Before a task: begin what could not begin yet."""
+        self._name, self._reached = name, task
         self._carrier.push(wait=False)
+        self._memory.look()
+        if self._late_receives:
+            self._advance(-1)
 
     # -- the order ------------------------------------------------------------------------------------------
 
@@ -115,9 +123,13 @@ class OrderedChannels(Links):
             group = self._left[0]
             if any(one.route[0] == self._rank and one.task not in self._ready for one in group):
                 return
-            if group[0].task > task and len(self._awaited) >= AHEAD:
+            if group[0].task > task and (len(self._awaited) >= AHEAD or self._early(group)):
                 return
             self._issue(self._left.popleft())
+
+    def _early(self, group: tuple[Transfer, ...]) -> bool:
+        """Whether a value would come from host memory before the task that the plan lets it wait for is queued."""
+        return group[0].hosted and group[0].route[0] != self._rank and group[0].task > self._reached
 
     def _issue(self, group: tuple[Transfer, ...]) -> None:
         self.issued.append(group)
@@ -147,6 +159,11 @@ class OrderedChannels(Links):
             self._advance(task)
 
     # -- receiving ------------------------------------------------------------------------------------------
+
+    def _back(self) -> tuple[int, Any]:
+        slot, payload, event = self._own.popleft()
+        self._memory.await_device(event)
+        return slot, payload
 
     def _next(self, link: Link) -> tuple[int, Any]:
         message = link.messages[link.at]
@@ -203,17 +220,33 @@ class OrderedChannels(Links):
 
     def send(self, route: Route, slot: int, payload: Any) -> None:
         """Begin to send what a COPY carries; it is kept until the reader has it."""
+        if route[1] == self._rank:
+            self._own.append((slot, *self._memory.back(self._name, payload)))
+            return
         link = self._out[route[1]]
         message = link.messages[link.at]
         expected = self._frames.get(self._key(message))
+        event = None
+        if type(payload) is Hosted:
+            payload, event = payload.payload, payload.event
         frame, tensors = frame_of(payload)
         if expected is not None and fits(expected, frame):
-            self._give(link, message, SAME, self._carrier.parts(frame, tensors), [])
+            if event is None:
+                buffers = self._carrier.parts(frame, tensors)
+            else:
+                buffers = self._carrier.from_host(message.op.task, self._name, frame, tensors, event)
+            self._give(link, message, SAME, buffers, [])
             return
+        if event is not None:
+            self._memory.await_host(event)
         blob = dumped(moved(frame, HOST), message.what)
-        content = [buffer.cpu() for buffer in parts(frame, tensors, self._carrier.memory)]
+        content = [buffer.cpu() for buffer in parts(frame, tensors, self._carrier.memory if event is None else HOST)]
         self._give(link, message, CHANGED, self._carrier.blank(expected), [blob, *content])
         self.learned[self._key(message)] = frame
+
+    def to_host(self, payload: Any) -> Hosted:
+        """Begin to copy a value to host memory."""
+        return self._memory.away(self._name, payload)
 
     def _give(
         self, link: Link, message: Message, status: int, buffers: list[Tensor], following: Sequence[Tensor]
@@ -258,6 +291,9 @@ class OrderedChannels(Links):
         while self._sending:
             self._sent()
         self._release(0)
+        while self._own:  # nobody reads it after a failure
+            self._back()
+        self._memory.finish()
 
     def drain(self, ops: Sequence[Op], failure: tuple[Any, ...], left: Collection[int] = (),
               reduce: Callable[[Op], None] | None = None) -> None:
@@ -316,7 +352,8 @@ def name_of(message: Message) -> str:
     """A COPY as a plan prints it."""
     op, (source, target) = message.op, message.op.route
     piece = f"{op.microbatch}.{op.slice}" if op.slice else f"{op.microbatch}"
-    return f"{('', 'd', 'r')[message.gradient]}v{message.value}[{piece}]:{source}>{target}"
+    carries = ("", "d", "r", "", "")[message.gradient]
+    return f"{carries}v{message.value}[{piece}]:{'host' if op.hosted else source}>{target}"
 
 
 def opened(frame: Frame, buffers: Sequence[Tensor]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipec.ir import Kind, Plan
+from pipec.ir import FROM_HOST, TO_HOST, Kind, Plan
 from pipec.races import orders_needed
 from pipec.runtime.stream_api import Call
 from pipec.runtime.stream_proof import Happened, input_problems, memory_problems
@@ -37,7 +37,8 @@ def rank_problems(plan: Plan, calls: Sequence[Call], me: int) -> list[str]:
     places = {call.what: n for n, call in enumerate(calls) if call.kind == "run"}
     tasks = {call.what: n for n, call in enumerate(calls) if call.kind == "run" and call.stream.startswith("caller")}
     copies = [task for task in at if plan.table.kind[task] == Kind.COPY]
-    for what, ids in (("tasks", _own(plan, me)), ("transfers", copies if wired else [])):
+    on_wire = [task for task in copies if wired and plan.table.device[task] != plan.table.peer[task]]
+    for what, ids in (("tasks", _own(plan, me)), ("transfers", on_wire)):
         order = [at[task] for task in ids if task in at]
         if order != sorted(order):
             found.append(f"the {what} of device {me} are in another order than the plan's")
@@ -51,8 +52,25 @@ def rank_problems(plan: Plan, calls: Sequence[Call], me: int) -> list[str]:
                 found.append(f"{names[task]} is not among the tasks of device {me}")
             elif not happened.ordered(tasks[names[task]], number):
                 found.append(f"{names[task]} leaves before its task")
+    found += _fetches(plan, happened, places, at, names, me) if wired else []
     found += input_problems(plan, happened, places, {task: n for task, n in at.items() if task not in copies}, names)
     return found
+
+
+def _fetches(
+    plan: Plan, happened: Happened, places: dict[str, int], at: dict[int, int], names: list[str], me: int
+) -> Iterator[str]:
+    """What goes from this rank's host memory to another rank's GPU comes by way of its own."""
+    table = plan.table
+    for task, number in at.items():
+        if table.gradient[task] != FROM_HOST or table.device[task] != me or table.peer[task] == me:
+            continue
+        fetch = places.get(f"fetches {names[task]}")
+        away = [at[one] for one in plan.waits.of(task).tolist() if one in at and table.gradient[one] == TO_HOST]
+        if fetch is None or not happened.ordered(fetch, number):
+            yield f"{names[task]} leaves before it is fetched from host memory"
+        elif not all(happened.ordered(one, fetch) for one in away):
+            yield f"{names[task]} is fetched from host memory before it is there"
 
 
 def part_problems(calls: Sequence[Call]) -> list[str]:
@@ -75,7 +93,11 @@ def _expected(plan: Plan, me: int, wired: bool) -> Iterator[tuple[int, str, str]
     for task in range(len(table)):
         name = str(table.task(task))
         if table.kind[task] == Kind.COPY and me in (table.device[task], table.peer[task]):
-            if wired:
+            if table.device[task] == table.peer[task]:
+                yield task, name, f"{'out' if table.gradient[task] == TO_HOST else 'in'} {me}"
+            elif table.gradient[task] == FROM_HOST and table.device[task] == me and not wired:
+                continue  # from host to host
+            elif wired:
                 yield task, name, f"wire {me}-{table.peer[task] if table.device[task] == me else table.device[task]}"
             elif table.device[task] == me:
                 yield task, name, f"out {me}"

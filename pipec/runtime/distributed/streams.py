@@ -18,6 +18,7 @@ from pipec.errors import RankError
 from pipec.ir import Kind, Lane, Plan
 from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.backend import RankBackend, RankDevice
+from pipec.runtime.distributed.hosting import HostMemory
 from pipec.runtime.distributed.ordered import OrderedChannels
 from pipec.runtime.distributed.overlap import RankOverlappedDevice
 from pipec.runtime.executor import RECORDED, Device
@@ -69,6 +70,10 @@ class RankStreams:
     def compute(self) -> Any:
         """The caller's stream."""
         return self.api.caller(self.memory)
+
+    def hosts(self) -> HostMemory:
+        """For what waits in host memory in one run of a task list."""
+        return HostMemory(self.api, self.compute, self.out, self._into, self.memory)
 
     def names(self, plan: Plan, ops: Sequence[Op]) -> dict[int, str]:
         """The tasks of ``ops`` as the plan prints them."""
@@ -122,7 +127,7 @@ class RankStreams:
                 raise Stopped
             device.at = op
             name = names[op.task]
-            channels.look()
+            channels.look(op.task, name)
             for route, count in op.receives:
                 if device.received[route] < count:
                     with api.on(compute, what=f"receives for {name}"):

@@ -216,7 +216,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if not base.is_contiguous():
         order = sorted(range(base.dim()), key=lambda d: base.stride()[d], reverse=True)
         flat = base.permute(order).contiguous()
-    return flat.reshape(-1).view(torch.uint8)
+    flat = flat.reshape(-1)
+    if flat.numel() == 1:  # one element may come with any stride, 0 where it was expanded
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
 
 
 def dense_stride(leaf: Leaf) -> tuple[int, ...]:

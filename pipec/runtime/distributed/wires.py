@@ -50,8 +50,9 @@ class Leg:
 class Wire(Protocol):
     """Transfers of one process group, one after another."""
 
-    def issue(self, legs: Sequence[Leg]) -> Any:
-        """Begin a group after all that is queued on the compute stream; what to give to :meth:`wait`."""
+    def issue(self, legs: Sequence[Leg], behind: Stream | None = None) -> Any:
+        """Begin a group after all that is queued on ``behind``, by default the compute stream; what to give to
+        :meth:`wait`."""
 
     def total(self, name: str, flat: Tensor) -> Any:
         """Begin to add up ``flat`` over all ranks, in place; what to give to :meth:`wait`."""
@@ -82,9 +83,10 @@ class GroupWire:
     def __init__(self, api: StreamApi, group: Any, device: torch.device) -> None:
         self._api, self._group, self._device = api, group, device
 
-    def issue(self, legs: Sequence[Leg]) -> list[Any]:
+    def issue(self, legs: Sequence[Leg], behind: Stream | None = None) -> list[Any]:
         works: list[Any] = []
-        with self._api.on(self._api.caller(self._device), what="issues " + " ".join(leg.name for leg in legs)):
+        stream = behind or self._api.caller(self._device)
+        with self._api.on(stream, what="issues " + " ".join(leg.name for leg in legs)):
             for batch in batches(legs):
                 works += dist.batch_isend_irecv(operations(batch, self._group))
         return works
@@ -132,18 +134,18 @@ class RecordedWire:
         self.issued, self._count = issued, 0
         self._under_way: deque[tuple[int, list[Any], list[Tensor]]] = deque()
 
-    def issue(self, legs: Sequence[Leg]) -> Flight:
+    def issue(self, legs: Sequence[Leg], behind: Stream | None = None) -> Flight:
         def begin() -> tuple[list[Any], list[Tensor]]:
             made = [work for batch in batches(legs) for work in dist.batch_isend_irecv(operations(batch, self._group))]
             return made, [buffer for leg in legs for buffer in leg.buffers]
 
-        return self._begin(tuple(leg.name for leg in legs), begin)
+        return self._begin(tuple(leg.name for leg in legs), begin, behind)
 
     def total(self, name: str, flat: Tensor) -> Flight:
         return self._begin((name,), lambda: ([dist.all_reduce(flat, group=self._group, async_op=True)], [flat]))
 
-    def _begin(self, names: tuple[str, ...], begin: Any) -> Flight:
-        self._api.wait(self.stream, self._api.record(self._api.caller(self._device)))
+    def _begin(self, names: tuple[str, ...], begin: Any, behind: Stream | None = None) -> Flight:
+        self._api.wait(self.stream, self._api.record(behind or self._api.caller(self._device)))
         for name in names:
             with self._api.on(self.stream, what=name):
                 pass
