@@ -6,8 +6,10 @@ Two gloo processes with one thread each, 16 microbatches. A stage is a stack of 
 forward takes the time named; backward takes about twice that. Contenders take turns within each round. pipec hands
 values over through shared memory, as both ranks are on one host, and once more through gloo; PyTorch and a loop written
 by hand use gloo. The loop does nothing but 1f1b's forwards, backwards, sends and receives, these all posted at the
-beginning: what gloo allows. ``host`` measures the CPU time of each rank's main thread per microbatch with tensors so
-small that nothing else counts.
+beginning: what gloo allows. Costs for the simulation are measured while both ranks compute, as they do in a step: on
+one host they share its memory. "tasks alone" is the step that the plan's tasks would make if each took as long as it
+did and nothing but the plan's order and waits stood between them: an executor that costs nothing cannot be faster.
+``host`` measures the CPU time of each rank's main thread per microbatch with tensors so small that nothing else counts.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import rounds
 import torch
 import torch.distributed as dist
@@ -29,7 +32,9 @@ from torch.distributed import pipelining
 from torch.nn import functional as F
 
 import pipec
+from pipec.ir import Kind
 from pipec.runtime.distributed.ranks import Ranks
+from pipec.simulate import run_clock
 
 MICROBATCHES, ROWS = 16, 64
 PAIRS = {  # pipec's schedule, PyTorch's class, stages per rank
@@ -164,6 +169,13 @@ def timed(step: Callable[[], Any], made: list[nn.Sequential]) -> tuple[float, fl
     return time.perf_counter() - wall, time.thread_time() - cpu
 
 
+def tasks_alone(run: Any, seconds: float) -> float:
+    """What share of a step's ``seconds`` its tasks need, in the plan's order and with its waits, copies for nothing."""
+    trace = run.trace()
+    spans = np.where(trace.plan.table.kind == Kind.COPY, 0.0, trace.end - trace.start)
+    return float(run_clock(trace.plan, spans, pipec.Costs())[1].max()) / 1e3 / seconds
+
+
 def check(rank: int, mine: list[nn.Sequential], other: list[nn.Sequential], count: int) -> None:
     """Raise RuntimeError unless both contenders have made the same gradients of this rank's stages."""
     for number in range(rank, count, 2):
@@ -175,14 +187,16 @@ def check(rank: int, mine: list[nn.Sequential], other: list[nn.Sequential], coun
 def contest(rank: int, width: int, layers: int, count: int, simulated: bool) -> dict[str, Any]:
     """Times of every contender on this rank, round by round."""
     contenders: dict[str, tuple[Callable[[], Any], list[nn.Sequential]]] = {}
-    runs, makespans = [], {}
+    runs: dict[str, Any] = {}
+    makespans: dict[str, float] = {}
+    shares: dict[str, list[float]] = {}
     for schedule, (name, per_rank) in PAIRS.items():
         mine, made, (net, plan, run) = ours(width, layers, schedule, 2 * per_rank)
         contenders[f"pipec {schedule}"] = mine, made
         far, other, (_, _, second) = ours(width, layers, schedule, 2 * per_rank, near=False)
         contenders[f"pipec {schedule}{GLOO}"] = far, other
         contenders[f"torch {name}"] = theirs(rank, width, layers, name, 2 * per_rank)
-        runs += [run, second]
+        runs |= {f"pipec {schedule}": run, f"pipec {schedule}{GLOO}": second}
         added = [f"pipec {schedule}", f"pipec {schedule}{GLOO}", f"torch {name}"]
         if per_rank == 1:
             contenders[HAND] = by_hand(rank, width, layers)
@@ -192,9 +206,9 @@ def contest(rank: int, width: int, layers: int, count: int, simulated: bool) -> 
             check(rank, made, contenders[key][1], 2 * per_rank)
         if simulated:
             x, y = batch(width)
-            if rank == 0:  # the other one rests meanwhile
-                costs = pipec.profile(net, x=x[:ROWS], y=y[:ROWS])
-                makespans |= dict.fromkeys(added, plan.simulate(costs).makespan / 1e3)
+            dist.barrier()
+            costs = pipec.profile(net, x=x[:ROWS], y=y[:ROWS])
+            makespans |= dict.fromkeys(added, plan.simulate(costs).makespan / 1e3)
             dist.barrier()
     single = alone(width, layers)
     times: dict[str, list[tuple[float, float]]] = {key: [] for key in [*contenders, ALONE]}
@@ -205,13 +219,15 @@ def contest(rank: int, width: int, layers: int, count: int, simulated: bool) -> 
             found = timed(*contenders[key])
             if number >= 2:
                 times[key].append(found)
+                if simulated and key in runs:
+                    shares.setdefault(key, []).append(tasks_alone(runs[key], found[0]))
         if simulated:
             found = timed(*single) if rank == 0 else timed(lambda: None, [])
             if number >= 2:
                 times[ALONE].append(found)
-    for run in runs:
+    for run in runs.values():
         run.close()
-    return {"times": times, "makespans": makespans}
+    return {"times": times, "makespans": makespans, "shares": shares}
 
 
 def serve(rank: int, store: str, answers: Any, count: int) -> None:
@@ -241,13 +257,16 @@ def tables(found: dict[str, dict[int, Any]]) -> list[rounds.Table]:
             peer = f"torch {PAIRS['1f1b'][0]}" if key == HAND else peer
             predicted = both[0]["makespans"].get(key)
             share = "" if predicted is None else str(rounds.ratio([predicted] * len(own), own))
+            busy = both[0]["shares"].get(key)
+            bound = "" if busy is None else str(rounds.ratio(busy, [1.0] * len(busy)))
             rows.append((
                 key, rounds.milliseconds(own), str(rounds.ratio(times[ALONE], own)),
-                "" if peer is None else str(rounds.ratio(times[peer], own)), share,
+                "" if peer is None else str(rounds.ratio(times[peer], own)), share, bound,
             ))
         made.append(rounds.Table(
             f"tasks of {name}, {MICROBATCHES} microbatches, two processes",
-            ("", "ms a step", "throughput / one process", "throughput / torch's", "simulated / measured"), rows,
+            ("", "ms a step", "throughput / one process", "throughput / torch's", "simulated / measured",
+             "tasks alone / measured"), rows,
         ))
     rows = []
     for key in found["host"][0]["times"]:
