@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipec.cli_input import add_compile_options, add_target, add_window_options, count, numbers
+from pipec.cli_options import add_compile_options, add_target, add_window_options, count, numbers
 
 
 def _json(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from pipec.costs import Activations, Costs
-from pipec.errors import ScheduleError, SpecError
+from pipec.errors import PlanError, ScheduleError, SpecError
 from pipec.given import spec_of
 from pipec.ir import BACKWARDS, Chunk, Kind, Plan
 from pipec.passes.copies import copies
@@ -199,11 +199,30 @@ def with_microbatches(plan: Plan, microbatches: int, slices: int | None = None) 
     return build(plan.graph, plan.chunks, plan.devices, microbatches, recipe, plan.costs, slices)
 
 
-def _recipe_from_text(plan: Plan) -> Recipe:
-    if plan.asynchronous:
+def scheduled(plan: Plan, schedule: str | Policy) -> Plan:
+    """``plan``, read from a file or text, with the schedule that it was compiled with, which these only name.
+
+    Raises:
+        PlanError: it is another schedule, or has another weight rule.
+    """
+    policy = find_schedule(schedule)
+    name, rule = policy_name(policy), getattr(getattr(policy, "weights", None), "text", "")
+    if name != plan.schedule:
+        raise PlanError(f"plan {plan.graph.name!r} was compiled with schedule {plan.schedule!r}, not with {name!r}")
+    if plan.asynchronous and rule != plan.weights:
+        raise PlanError(
+            f"plan {plan.graph.name!r} was compiled with weight rule {plan.weights!r}, but schedule {name!r} has "
+            + (repr(rule) if rule else "none")
+        )
+    return evolve(plan, recipe=_recipe_from_text(plan, policy))
+
+
+def _recipe_from_text(plan: Plan, policy: Policy | None = None) -> Recipe:
+    if policy is None and plan.asynchronous:
         raise ScheduleError(
             f"plan {plan.graph.name!r} is asynchronous and was loaded from a file, which does not hold its policy; "
-            "compile it again for another number of microbatches"
+            f"for another number of microbatches compile it again, or load it with its schedule, as in "
+            f"pipec.Plan.load(path, schedule={plan.schedule!r})"
         )
     modes: Any = plan.recompute
     if "=" in modes:
@@ -211,8 +230,11 @@ def _recipe_from_text(plan: Plan) -> Recipe:
     table = plan.table
     first_update = np.flatnonzero(table.kind == Kind.UPDATE)[:1]
     last_backward = np.flatnonzero(np.isin(table.kind, BACKWARDS))[-1:]
-    early = bool(len(first_update) and len(last_backward) and first_update[0] < last_backward[0])
-    return Recipe(find_schedule(plan.schedule), modes, plan.update, early, plan.training, plan.data_parallel)
+    early = not plan.asynchronous and bool(
+        len(first_update) and len(last_backward) and first_update[0] < last_backward[0]
+    )
+    policy = find_schedule(plan.schedule) if policy is None else policy
+    return Recipe(policy, modes, plan.update, early, plan.training, plan.data_parallel)
 
 
 def forward_plan(plan: Plan, microbatches: int | None = None, slices: int | None = None) -> Plan:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipec.costs import Activations, Costs
+    from pipec.schedules import Policy
     from pipec.timeline import Timeline
     from pipec.verify import Report
 
@@ -350,15 +351,25 @@ class Plan:
         return to_torch_csv(self, path)
 
     @staticmethod
-    def load(path: str | Path) -> Plan:
-        """Read a plan written by :meth:`save`."""
+    def load(path: str | Path, schedule: str | Policy | None = None) -> Plan:
+        """Read a plan written by :meth:`save`.
+
+        Args:
+            schedule: what it was compiled with, for one of your own: the file holds only its name and that of its
+                weight rule.
+
+        Raises:
+            PlanError: the file is not there, holds no plan, or one of another schedule.
+        """
+        from pipec.compiler import scheduled
         from pipec.files import load
 
-        return load(path)
+        return load(path) if schedule is None else scheduled(load(path), schedule)
 
     @staticmethod
-    def parse(text: str) -> Plan:
-        """The plan whose ``str`` is ``text``."""
+    def parse(text: str, schedule: str | Policy | None = None) -> Plan:
+        """The plan whose ``str`` is ``text``; ``schedule`` as for :meth:`load`."""
+        from pipec.compiler import scheduled
         from pipec.text import parse_plan
 
-        return parse_plan(text)
+        return parse_plan(text) if schedule is None else scheduled(parse_plan(text), schedule)

@@ -31,7 +31,11 @@ def find_rule(text: str) -> Rule:
     """
     words = text.split()
     if not words or words[0] not in RULES:
-        raise PlanError(f"unknown weight rule {text!r}; known are {', '.join(RULES)}")
+        raise PlanError(
+            f"unknown weight rule {text!r}; known are {', '.join(RULES)}. A plan from a file or text has only the name "
+            "of its rule: give one of your own with its schedule, as in pipec.Plan.load(path, schedule=...) or "
+            "Plan.parse(text, schedule=...)"
+        )
     make: Any = RULES[words[0]]
     options = dict(word.partition("=")[::2] if "=" in word else (word, True) for word in words[1:])
     known = {option.name for option in fields(make)}

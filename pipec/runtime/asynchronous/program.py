@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -18,7 +17,7 @@ from attrs import evolve, field, frozen
 from pipec.errors import RunError
 from pipec.ir import Buffer, Kind, Plan
 from pipec.periods import Periods, Rows, minibatch_of, periods
-from pipec.rules import find_rule, newest_by_row
+from pipec.rules import newest_by_row, rule_of
 from pipec.rules.base import READERS
 from pipec.runtime.asynchronous.rules import Delays, Half, half_of
 from pipec.runtime.program import NOWHERE, Op, Route, Slot, Slots, instructions
@@ -158,8 +157,7 @@ def build_steps(plan: Plan, late: float | None = None) -> Steps:
                        "cannot be run for longer; let it order the same pattern for every minibatch")
     slots = [RowSlots(plan.microbatches) for _ in range(plan.devices)]
     ops = tuple(instructions(plan, slots))
-    own: Any = getattr(getattr(plan.recipe, "policy", None), "weights", None)  # a rule of the user's has no name here
-    rule = own if own is not None and own.text == plan.weights else find_rule(plan.weights)
+    rule = rule_of(plan)
     delays, staleness = _delays(plan)
     half = half_of(rule, delays)
     if late is not None and not half.follows:
