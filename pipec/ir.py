@@ -246,6 +246,11 @@ class Plan:
         return bool(self.weights)
 
     @property
+    def excerpt(self) -> bool:
+        """True for one measured step of an asynchronous run: part of a plan, with buffers that live beyond it."""
+        return self.minibatches > 1 and not self.asynchronous
+
+    @property
     def minibatch(self) -> int:
         """Microbatches per minibatch."""
         return self.microbatches // self.minibatches

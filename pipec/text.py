@@ -29,6 +29,8 @@ from pipec.passes.draft import to_csr
 from pipec.spec import Graph, InputInfo, StageInfo, ValueInfo
 from pipec.verify.form import check_form
 
+EXCERPT = "excerpt of "  # begins the text of one measured step
+
 
 def quote(name: str) -> str:
     """A name as it is when it is plain, else quoted."""
@@ -39,7 +41,8 @@ def format_plan(plan: Plan) -> str:
     """The plan as text: header, stages, values, then every device's tasks with waits, new and freed buffers."""
     update = "none" if plan.update is None else plan.update
     lines = [
-        f"plan {quote(plan.graph.name)} schedule={quote(plan.schedule)} devices={plan.devices} "
+        f"{EXCERPT if plan.excerpt else ''}plan {quote(plan.graph.name)} schedule={quote(plan.schedule)} "
+        f"devices={plan.devices} "
         f"microbatches={plan.microbatches} recompute={quote(plan.recompute)} update={update}"
         + (" update_early=yes" if plan.update_early else "")
         + (f" data_parallel={plan.data_parallel}" if plan.data_parallel > 1 else "")
@@ -82,7 +85,8 @@ def _by_task(plan: Plan) -> tuple[dict[tuple[int, int], list[str]], dict[tuple[i
     for number in range(len(plan.buffers)):
         token, device = plan.buffers.token(number), int(plan.buffers.device[number])
         writer = int(plan.buffers.writer[number])
-        if plan.buffers.kind[number] == Buffer.GRADIENT and plan.table.kind[writer] == Kind.COPY:
+        gradient = plan.buffers.kind[number] == Buffer.GRADIENT and writer >= 0  # in an excerpt it may stand before it
+        if gradient and plan.table.kind[writer] == Kind.COPY:
             token += f":{plan.table.device[writer]}"  # apart from this device's own gradient of the value
         last = int(plan.buffers.free[number])
         new[writer, device].append(token)  # a copy from the host stands only where it arrives
@@ -132,6 +136,11 @@ def parse_plan(text: str) -> Plan:
     if not isinstance(text, str):
         raise PlanError(f"expected the text of a plan, got {type(text).__name__}")
     lines = [line for line in text.splitlines() if line.strip()]
+    if lines and lines[0].strip().startswith(EXCERPT):
+        raise PlanError(
+            "this is the text of an excerpt, one measured step of an asynchronous run: it frees what earlier steps made "
+            "and leaves buffers to later ones, so it cannot be read back; print the whole plan, run.plan"
+        )
     head = _HEAD.fullmatch(lines[0].strip()) if lines else None
     if head is None:
         raise PlanError("a plan's text begins with a line 'plan NAME schedule=...'")

@@ -193,3 +193,35 @@ def test_measured_synchronous_timelines_say_so() -> None:
     assert str(timeline).splitlines()[0].endswith("; measured")
     both = Svg(draw([plan.simulate(pipec.Costs(unit="ms")), timeline]))
     assert [label(g) for g in both.of("panel-title")] == ["1f1b", "1f1b, measured"]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipemare"])
+def test_the_text_of_a_step_says_that_it_is_an_excerpt(schedule: str, tmp_path: Path) -> None:
+    with runner(schedule, 2) as run:
+        for batch in batches(4, 8):
+            run.step(**batch)
+            plan = run.trace().plan
+            assert str(plan).startswith("excerpt of plan chain schedule=")
+            with pytest.raises(pipec.PlanError, match=r"is the text of an excerpt, .*print the whole plan, run\.plan"):
+                pipec.Plan.parse(str(plan))
+            with pytest.raises(pipec.PlanError, match=r"asynchronous step is an excerpt"):
+                plan.verify()
+        assert pipec.Plan.parse(str(run.plan)) == run.plan
+        run.flush()
+
+
+def test_a_first_step_that_only_takes_its_minibatch_in(tmp_path: Path) -> None:
+    """With a microbatch a minibatch two devices are further behind than the first one allows."""
+    with runner("pipedream", 1) as run:
+        assert run.plan.behind == (2, 3)
+        first, second, third = (run.step(**batch) for batch in batches(3, 8)[:1] * 3)
+        assert (first.finished, second.finished, third.finished) == ((), (), ((0, 0),))
+        assert run.flush().finished == ((1, 0), (2, 0))
+        assert not run.step(**batches(1, 8)[0]).finished
+        trace = run.trace()
+        assert (len(trace.plan), trace.makespan, trace.bubble, trace.critical_path) == (0, 0, 0, [])
+        assert "the step of minibatch 3\nmakespan 0 ms" in str(trace)
+        assert str(trace.plan).splitlines()[-2:] == ["device 0", "device 1"]
+        trace.draw(tmp_path / "nothing.svg")
+        trace.to_chrome_trace(tmp_path / "nothing.json")
+        assert run.flush().finished == ((3, 0),)

@@ -59,10 +59,11 @@ def _graph(plan: Plan) -> Iterator[str]:
     items = plan.microbatches * plan.slices * plan.replicas
     if items > len(plan.table):
         yield f"the plan has {items} microbatches, slices and replicas, but only {len(plan.table)} tasks"
-    if plan.microbatches % plan.minibatches or (plan.minibatches > 1 and not plan.asynchronous):
+    if plan.microbatches % plan.minibatches or plan.excerpt:
         yield (
             f"the plan has {plan.microbatches} microbatches in {plan.minibatches} minibatches, but minibatches are "
-            "equal and a plan without a weight rule has one"
+            "equal and a plan without a weight rule has one; the plan of a measured asynchronous step is an excerpt, "
+            "not a plan of its own"
         )
     yield from _behind(plan)
     firsts = first_stages(plan.recompute)

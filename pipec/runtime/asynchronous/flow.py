@@ -70,7 +70,7 @@ class Flow:
 
     @property
     def in_flight(self) -> list[Flight]:
-        """Minibatches that were fed and are not finished, oldest first."""
+        """Minibatches that were fed and have not updated every stage, oldest first."""
         return self._flying(min(self.fed, len(self.steps.segments)))
 
     def _flying(self, step: int) -> list[Flight]:
@@ -265,15 +265,23 @@ class Flow:
 def lost(flights: Sequence[Flight], updates: int | None) -> str:
     """Which minibatches a failure loses, and which stages had been updated with them.
 
+    Those whose losses results have told of are *finished* and named apart: only updates of theirs are lost.
+
     ``updates``: all that a minibatch brings; None where other processes have stages too.
     """
     flights = [flight for flight in flights if updates is None or len(flight.updated) < updates]
-    here = "" if updates is not None else "of this rank's stages "
-    numbers = ", ".join(str(flight.number) for flight in flights) or "none"
+    gone = [flight for flight in flights if len(flight.finished) < len(flight.shares)]
+    before = [f"{flight.number}, but not updated everywhere" for flight in flights if flight not in gone] + [
+        f"{len(flight.finished)} of {len(flight.shares)} microbatches of {flight.number}"
+        for flight in gone if flight.finished
+    ]
+    numbers = ", ".join(str(flight.number) for flight in gone) or "none"
+    numbers += f"; finished before: {'; '.join(before)}" if before else ""
     told = [
         f"{', '.join(dict.fromkeys(flight.updated))} with minibatch {flight.number}"
         for flight in flights if flight.updated
     ]
+    here = "" if updates is not None else "of this rank's stages "
     none = f"; {'no stage' if not here else 'none of its stages'} was updated with any of them"
     updated = f"; {here}updated already: " + "; ".join(told) if told else none
     return f"pipec: minibatches in flight are lost: {numbers}{updated if flights else ''}. The next step begins with " \

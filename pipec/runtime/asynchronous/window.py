@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import Factory, frozen
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -42,6 +42,7 @@ class Flight:
         updated: names of the stages of this process that were updated with it, in order.
         written: per input how often its tensors had been written into when the minibatch was fed.
         rows: of every microbatch, None where no input is split.
+        finished: its microbatches that results have told of, or the next one will.
     """
 
     number: int
@@ -53,6 +54,7 @@ class Flight:
     updated: list[str]
     written: Sequence[int]
     rows: Sequence[int] | None = None
+    finished: list[int] = Factory(list)
 
 
 def flight_of(
@@ -141,6 +143,7 @@ class Window:
         found = []
         for m in microbatches:
             flight, own = self.flight(m), m % self.minibatch
+            flight.finished.append(own)
             found.append(Finished(
                 flight.number, own, [row[m] for row in self.losses], [row[m] for row in self.outputs],
                 [row[own] for row in flight.weights], flight.shares[own],
