@@ -138,8 +138,8 @@ def parse_plan(text: str) -> Plan:
     lines = [line for line in text.splitlines() if line.strip()]
     if lines and lines[0].strip().startswith(EXCERPT):
         raise PlanError(
-            "this is the text of an excerpt, one measured step of an asynchronous run: it frees what earlier steps made "
-            "and leaves buffers to later ones, so it cannot be read back; print the whole plan, run.plan"
+            "this is the text of an excerpt, one measured step of an asynchronous run: it frees what earlier steps "
+            "made and leaves buffers to later ones, so it cannot be read back; print the whole plan, run.plan"
         )
     head = _HEAD.fullmatch(lines[0].strip()) if lines else None
     if head is None:
