@@ -1,5 +1,5 @@
 # make demo: compile, draw and train a U-Net on the GPUs there are, else on two CPU devices.    make test: the test
-# suite.    make lint: ruff and mypy.
+# suite.    make standin: tests on a stand-in accelerator, which needs a C++ compiler.    make lint: ruff and mypy.
 #
 # The first call makes .venv and installs pipec with all it needs there. To use an environment of your own, with the
 # torch it has (2.11 or newer; a GPU build is fine):    make test PYTHON=/path/to/python
@@ -19,13 +19,16 @@ endif
 # glibc: keep freed tensors for the next step instead of giving their pages back to the system (docs/contracts.md).
 DEMO_ENV := MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824
 
-.PHONY: demo test lint gallery clean own-environment
+.PHONY: demo test standin lint gallery clean own-environment
 
 demo: $(READY)
 	$(DEMO_ENV) $(PYTHON) examples/unet.py $(DEMO)
 
 test: $(READY)
 	$(PYTHON) -m pytest $(TEST)
+
+standin: $(READY)
+	$(PYTHON) -m pytest tests/standin
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
