@@ -185,7 +185,6 @@ def wrong_input(rank: int) -> Any:
             lambda: run.step(**given) if rank else run.step(x=given["x"], z=given["y"]),
             lambda: run.step(**data(8 - 2 * rank)),
             lambda: run.step(**given) if rank else run.evaluate(**given),
-            lambda: run.step(x=given["x"].requires_grad_(), y=given["y"]),
         ]
         for attempt in tries:
             try:
@@ -207,7 +206,6 @@ def test_calls_that_differ_between_ranks(crew2: Any) -> None:
     assert "8 on rank 0, 6 on rank 1" in first[1]
     assert first[2] == second[2]
     assert "rank 0 is in evaluate() before step 0, rank 1 in step 0" in first[2]
-    assert "input 'x' requires a gradient" in first[3] + second[3]
 
 
 def update_fails(rank: int) -> Any:

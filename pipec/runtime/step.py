@@ -33,6 +33,7 @@ class Batch:
         values: per input what the caller gave.
         parts: rows per microbatch, None when no input is split.
         tokens: positions of the sequence per slice, None without slices.
+        apart: inputs that no stage of this process reads, and whose gradient the caller wants all the same.
         weights: per loss and piece the factor of its gradient: rows/all rows, 1, or 1/count. A piece is a microbatch
             or a slice of one, the slices of each microbatch in a row.
     """
@@ -47,6 +48,7 @@ class Batch:
         self.rows = row_count(spec, self.values)
         self.length = sequence_length(spec, self.values) if slices > 1 else None
         self._most = slices
+        self.apart: dict[int, Any] = {}
         self.wanted_losses = {
             index for index, loss in enumerate(spec.losses)
             if all(self.values[number] is not MISSING for number in loss.inputs)
@@ -156,7 +158,7 @@ class Batch:
 
     def leaves(self) -> list[Tensor]:
         """Tensors of the minibatch that collect a gradient themselves; others pass it on into the caller's graph."""
-        leaves = [leaf for value in self.values for leaf in flatten(value)[0]]
+        leaves = [leaf for value in (*self.values, *self.apart.values()) for leaf in flatten(value)[0]]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf]
 
     def packets(self) -> list[list[Any]]:

@@ -78,7 +78,7 @@ class Council:
             stories = gather_objects(self._group, story, size)
             first = next((one for one in stories if one is not None), None)
             if failure is None:
-                raise other(first) if call != FINISH else other(first, UPDATED)
+                raise other(first, UPDATED) if call == FINISH and self.at.update is not None else other(first)
             return table
         odd = next((n for n, own in enumerate(table) if own[0] != call), None)
         if odd is not None:

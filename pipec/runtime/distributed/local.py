@@ -75,18 +75,6 @@ def check_wrappers(stages: Sequence[Stage]) -> None:
     raise_all("stages in DistributedDataParallel or fully_shard", problems, RunError)
 
 
-def check_inputs(spec: Spec, values: Sequence[object]) -> None:
-    """Raise RunError for inputs that require a gradient: the graph behind them is in every process."""
-    from pipec.tree import flatten
-
-    for item, value in zip(spec.inputs, values, strict=True):
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(value)[0]):
-            raise RunError(
-                f"input {item.name!r} requires a gradient, but over several ranks no gradient leaves the pipeline; "
-                "make what computes it the first stage, or detach it"
-            )
-
-
 def owners_of(
     stages: Sequence[Stage], model: names.Model | None, tied: Sequence[Tied], here: Sequence[bool]
 ) -> list[names.Owner]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
+from pipec.errors import RankError
 from pipec.ir import Plan
 from pipec.runtime.asynchronous.program import Steps
 from pipec.runtime.backends import Backend
@@ -22,8 +23,9 @@ from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, SE
 from pipec.runtime.distributed.fit import check_plan, check_successor
 from pipec.runtime.distributed.group import Groups, gather_objects
 from pipec.runtime.distributed.held import Held
+from pipec.runtime.distributed.input_gradients import InputGradients, mask_of
 from pipec.runtime.distributed.lines import Lines, connected
-from pipec.runtime.distributed.local import check_inputs, local_spec, tied_parameters
+from pipec.runtime.distributed.local import local_spec, tied_parameters
 from pipec.runtime.distributed.near import NearChannels
 from pipec.runtime.distributed.overlap import RankOverlappedDevice, RankTogether
 from pipec.runtime.distributed.reduce import Reducer
@@ -68,13 +70,14 @@ class Ranks(Held):
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
         self._closed, self._elsewhere = False, list[int]()
         losses = len(spec.losses)
-        width = FIXED + max(LOSS_WIDTH * losses, losses + len(spec.inputs))
+        width = FIXED + max(LOSS_WIDTH * losses, losses + 2 * len(spec.inputs))
         self._lines: Lines | None = None
         if self.near:
             self._lines = connected(self.groups.pipeline, place.device, place.devices, timeout)
         between_all = self._lines if place.replicas == 1 else None
         self._council = Council(self.groups, self.watch, plan, width, timeout, between_all)
         self._reducer: Reducer | None = None
+        self._inputs = InputGradients(spec, plan, groups, timeout)
 
     # -- before the first step ------------------------------------------------------------------------------
 
@@ -144,25 +147,27 @@ class Ranks(Held):
         failure: BaseException | None = None
         seed = position.seed or 0
         row = [float(training), 0.0, -1.0, float(seed >> 32), float(seed & 0xFFFFFFFF), float(position.step), -1.0]
-        counts, samples = [0.0] * len(self.spec.losses), [0.0] * len(self.spec.inputs)
+        counts, samples, masks = ([0.0] * len(own) for own in (self.spec.losses, self.spec.inputs, self.spec.inputs))
         try:
             batch = make()
-            check_inputs(self.spec, batch.values)
             if self._plan.asynchronous and training:  # every rank hands back every loss
                 batch.wanted_losses = set(range(len(counts)))
             row[1:3] = [float(self._plan.minibatch), -1.0 if batch.rows is None else float(batch.rows)]
             row[6] = -1.0 if batch.length is None else float(batch.length)
             counts, samples = batch.counts, [float(sample_of(value)) for value in batch.values]
+            if training:
+                masks = [mask_of(value) for value in batch.values]
         except BaseException as error:
             failure = error
         self.watch.begin()
-        table = self._council.table(BEGIN, [*row, *counts, *samples], failure)
+        table = self._council.table(BEGIN, [*row, *counts, *samples, *masks], failure)
         if failure is not None:
             raise failure
         same_call(table, self.place.everyone)
         rows = rows_of(table, self.place.ranks, self._plan.minibatch)
         length = lengths_of(table, self.place.ranks, self._plan.slices)[self.replica]
         check_samples(table, FIXED + len(counts), self.spec, self.place.ranks, where_of(table))
+        self._inputs.agree(table, FIXED + len(counts) + len(samples), batch, self._elsewhere)
         total = sum(max(r or 0, 0) for r in rows) if all(r is not None for r in rows) else None
         first = [table[n * self.place.devices : (n + 1) * self.place.devices] for n in range(self.place.replicas)]
         counts = [
@@ -227,6 +232,12 @@ class Ranks(Held):
             return loss_row(step, self._council.at, self.device)
 
         table = self.ended(lambda: channels, row, step.plan.training)
+        if self._inputs.wanted and step.plan.training:
+            try:
+                self._inputs.exchange(step)
+            except RankError:
+                self._council.broken = True
+                raise
         replica = table[self.replica * self.place.devices : (self.replica + 1) * self.place.devices]
         return gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
                                [row[FIXED:] for row in replica], self.everywhere if self.outputs == "all" else None)
@@ -309,7 +320,7 @@ class Ranks(Held):
             if self._council.settled or self._council.broken:
                 raise
         try:
-            if plan.update is not None:
+            if plan.update is not None or self._inputs.asked:
                 self._council.table(FINISH, [], failure)
             self._council.settled = True
             if failure is not None:
