@@ -24,6 +24,7 @@ Check = Callable[[Target], list[Row]]
 CHECKS: dict[str, Check] = {
     "equality": gpu_checks.equality,
     "precision": gpu_checks.precision,
+    "shared": gpu_checks.shared,
     "stress": gpu_checks.stress,
     "ranks": gpu_ranks.ranks,
     "speed": gpu_checks.speed,
@@ -50,7 +51,7 @@ def run_checks(
         if began - start > limit:
             rows.append(Row(name, f"not run: {limit:.0f} s are over", "runs", ok=False))
             continue
-        deterministic(name in ("equality", "precision", "stress"))
+        deterministic(name in ("equality", "precision", "shared", "stress"))
         try:
             found = check(target)
         except Exception as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from gpu_models import Borders, mixed
+from gpu_models import Borders, mixed, tied
 from gpu_readings import Row, memory_row, overlap_row
 from gpu_target import Target
 from models import Model, transformer, unet
@@ -117,6 +118,38 @@ def precision(target: Target, steps: int = 3) -> list[Row]:
         results.append([*losses, *weights])
     ok = same(*results)
     return [*rows, Row("GradScaler and AdamW, 4 devices against 1", "equal" if ok else "differ", "equal", ok)]
+
+
+def shared(target: Target, steps: int = 3) -> list[Row]:
+    """Tied weights under AdamW against the plain loop on one device; on several GPUs stages compute with replicas."""
+    rows = []
+    for gpus in (1, 2):
+        name = f"tied weights, 4 logical devices on {gpus} GPU" + "s" * (gpus > 1)
+        if gpus > target.gpus():
+            rows.append(Row(name, f"not run: it needs {gpus} GPUs, there is {target.gpus()}"))
+            continue
+        results = []
+        for plan in (None, pipec.compile(tied(target.device), 4, 8, "1f1b", recompute="except_last")):
+            net = tied(target.device)
+            weights = list({id(p): p for stage in net.spec.stages for p in stage.fn.parameters()}.values())
+            optimizer, losses = torch.optim.AdamW(weights, 1e-3), []
+            with _stepping(target, net, plan, gpus) as run:
+                for step in range(steps):
+                    ids, y = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(step))
+                    if plan is None:
+                        ids, y = ids.to(target.device), y.to(target.device)
+                    losses.append(run.step(ids, y).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append([tensor.detach().cpu() for tensor in (*losses, *weights)])
+        ok = same(*results)
+        rows.append(Row(name, "equal" if ok else "differ", "equal", ok))
+    return rows
+
+
+def _stepping(target: Target, net: pipec.Pipeline, plan: Any, gpus: int) -> Any:
+    """What steps ``net``: a runner of ``plan``, or without one the plain loop."""
+    return nullcontext(pipec.reference(net, 8)) if plan is None else target.spread(net, plan, gpus)
 
 
 # -- races -------------------------------------------------------------------------------------------------------

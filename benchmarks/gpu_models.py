@@ -66,6 +66,21 @@ def mixed(device: torch.device, width: int = 32) -> pipec.Pipeline:
     return net
 
 
+def tied(device: torch.device, words: int = 96, width: int = 32) -> pipec.Pipeline:
+    """Four stages: an embedding, two layers with a bias in common, and a head with the embedding's weight."""
+    torch.manual_seed(0)
+    net = pipec.Pipeline("tied")
+    ids, y = net.input("ids"), net.input("y")
+    embedding, head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+    left, right = nn.Linear(width, width), nn.Linear(width, width)
+    head.weight, right.bias = embedding.weight, left.bias
+    value = net.stage("embed", embedding.to(device), ids)
+    value = net.stage("left", nn.Sequential(left, nn.GELU()).to(device), value)
+    value = net.stage("right", right.to(device), value)
+    net.loss("ce", F.cross_entropy, net.stage("head", head.to(device), value), y)
+    return net
+
+
 class Wide(nn.Module):
     """Little arithmetic on much data, after a sleep, with a poisoned piece of memory before and after.
 

@@ -29,6 +29,11 @@ class Target:
         """All logical devices on the one real device, each with streams of its own."""
         return pipec.Runner(net, plan, devices=[self.device] * plan.devices, backend="cuda", **how)
 
+    def spread(self, net: Any, plan: Any, gpus: int, **how: Any) -> Any:
+        """Logical devices in turn on the first ``gpus`` real ones."""
+        devices = [torch.device(self.device.type, number % gpus) for number in range(plan.devices)]
+        return pipec.Runner(net, plan, devices=devices, backend="cuda", **how)
+
     def replay(self, net: Any, plan: Any, **how: Any) -> Any:
         """The same on the caller's own stream, task by task."""
         return pipec.Runner(net, plan, devices=[self.device] * plan.devices, backend=Replay(), **how)
@@ -94,6 +99,9 @@ class Lanes(Target):
 
     def runner(self, net: Any, plan: Any, **how: Any) -> Any:
         return pipec.Runner(net, plan, backend="lanes", **how)
+
+    def spread(self, net: Any, plan: Any, gpus: int, **how: Any) -> Any:
+        return self.runner(net, plan, **how)
 
     def replay(self, net: Any, plan: Any, **how: Any) -> Any:
         return pipec.Runner(net, plan, backend="replay", **how)

@@ -50,6 +50,18 @@ def test_equality_on_lanes(checks: Any, target: Any) -> None:
     assert [(row.measured, row.ok) for row in rows] == [("6 of 6 plans", True)]
 
 
+def test_shared_weights_on_lanes(checks: Any, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = checks.gpu_checks.shared(target, steps=2)
+    assert [(row.measured, row.ok) for row in rows] == [("equal", True)] * 2
+    assert rows[1].name == "tied weights, 4 logical devices on 2 GPUs"
+    monkeypatch.setattr(type(target), "gpus", lambda self: 1)
+    assert checks.gpu_checks.shared(target, steps=1)[1].measured == "not run: it needs 2 GPUs, there is 1"
+    right = CopyingChannels.send
+    monkeypatch.setattr(CopyingChannels, "send", lambda self, route, slot, payload: right(
+        self, route, slot, payload * 1.5 if isinstance(payload, torch.Tensor) else payload))
+    assert checks.gpu_checks.shared(target, steps=1)[0].ok is False
+
+
 def test_equality_fails_where_a_bit_differs(
     checks: Any, target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
