@@ -102,3 +102,30 @@ def test_frozen_and_unused_parameters_have_no_gradient() -> None:
         net.spec.stages[0].fn.weight.requires_grad_(True)  # thawed between two steps
         run.step(**data())
         assert net.spec.stages[0].fn.weight.grad is not None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_sparse_gradient_and_a_dense_one_add_up(first: bool) -> None:
+    """An embedding and a head with its weight, either one the first stage; over two steps."""
+    def build() -> pipec.Pipeline:
+        torch.manual_seed(0)
+        table = nn.Parameter(torch.randn(10, WIDTH))
+        net = pipec.Pipeline("sparse")
+        ids, y = net.input("ids"), net.input("y")
+        ways = [lambda w, i: F.embedding(i, w, sparse=True), lambda w, i: F.one_hot(i, 10).to(w.dtype) @ w]
+        one, other = (net.stage(name, way, ids, params=table) for name, way in zip("ab", ways[:: 1 if first else -1],
+                                                                                   strict=True))
+        net.loss("mse", lambda a, b, y: ((a + b - y) ** 2).mean(), one, other, y)
+        return net
+
+    given = {"ids": torch.tensor([1, 1, 3, 9]), "y": torch.ones(4, WIDTH)}
+    nets = [build() for _ in range(3)]
+    whole = nets[2].spec.stages[0].params
+    for _ in range(2):
+        with runner(nets[0], 2, 2) as run:
+            run.step(**given)
+        pipec.reference(nets[1], 2).step(**given)
+        (2 * whole[given["ids"]] - given["y"]).square().mean().backward()
+    totals = [net.spec.stages[0].params.grad for net in nets]
+    assert torch.equal(totals[0], totals[1])
+    torch.testing.assert_close(totals[0], totals[2])

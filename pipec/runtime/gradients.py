@@ -78,14 +78,14 @@ class Accumulator:
             before = sums[index]
             if own[index] and before is not None:
                 if gradient.is_sparse or before.is_sparse:
-                    sums[index] = before + gradient
+                    sums[index] = plus(before, gradient)
                 else:
                     into.append(before)
                     more.append(gradient)
                 continue
             # a fresh tensor in the parameter's layout: autograd may hand out views, or one tensor twice
             if before is not None:
-                sums[index] = before + gradient
+                sums[index] = plus(before, gradient)
             elif gradient.is_sparse or gradient.stride() == self.parameters[index].stride():
                 sums[index] = gradient.clone()
             else:
@@ -94,6 +94,11 @@ class Accumulator:
         if into:
             torch._foreach_add_(into, more)
         self._plain = bool(sums) and all(own) and not any_odd(sums)
+
+
+def plus(before: Tensor, more: Tensor) -> Tensor:
+    """The sum, as a new tensor; torch adds a sparse one to a dense one only."""
+    return more + before if before.is_sparse and not more.is_sparse else before + more
 
 
 def any_odd(gradients: Sequence[Tensor | None]) -> bool:
@@ -128,7 +133,7 @@ def commit(accumulators: Sequence[Accumulator], shared: set[int]) -> None:
             changed[id(parameter)] = parameter
             if id(parameter) in shared:
                 before = totals.get(id(parameter), parameter.grad)
-                total = total if before is None else before + total
+                total = total if before is None else plus(before, total)
             totals[id(parameter)] = total
     for key, parameter in changed.items():
         parameter.grad = totals[key]

@@ -25,7 +25,7 @@ from pipec.runtime.borders import add, collect, edges, pack, version
 from pipec.runtime.claim import Claim
 from pipec.runtime.context import fresh_casts
 from pipec.runtime.engine import refusal, waits
-from pipec.runtime.gradients import run_hooks, shared_parameters
+from pipec.runtime.gradients import plus, run_hooks, shared_parameters
 from pipec.runtime.group_hooks import anchor_reads, check_group_hooks, modules_are_watched
 from pipec.runtime.placement import generators_of
 from pipec.runtime.randomness import Position, Purpose, Randomness, Streams
@@ -94,12 +94,12 @@ class Reference:
                         per_stage[key] = gradient.clone() if before is None else before + gradient
                     else:
                         before = parameter.grad
-                        parameter.grad = gradient.clone() if before is None else before + gradient
+                        parameter.grad = gradient.clone() if before is None else plus(before, gradient)
         for number, own in enumerate(trained):
             for parameter in own:
                 gradient = per_stage.get((id(parameter), number))
                 if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                    parameter.grad = gradient if parameter.grad is None else plus(parameter.grad, gradient)
         check_means(self.stages)
         run_hooks({id(p): p for own in trained for p in own if id(p) in touched}.values())  # stage by stage, once each
         backward_inputs(batch, to_inputs)
