@@ -177,6 +177,8 @@ def test_whatever_the_script_does_to_a_parameter_reaches_the_replicas() -> None:
             for stage in net.spec.stages:
                 stage.fn.zero_grad()  # type: ignore[union-attr]
                 stage.fn.double()  # type: ignore[union-attr]
+        with torch.inference_mode():
+            run.evaluate(**{name: value.double() for name, value in data(4).items()})
         doubled = {name: value.double() for name, value in data(4).items()}
         assert run.step(**doubled).loss == loop.step(**doubled).loss
     assert same(gradients(mine), gradients(theirs))

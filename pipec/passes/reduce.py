@@ -1,4 +1,4 @@
-"""Reduce: a REDUCE per stage whose gradients are added up over processes, right after the last of them.
+"""Reduce: a REDUCE per stage whose gradients are added up over processes or devices, right after the last of them.
 
 Gradients are added over replicas of the whole pipeline (``data_parallel``), and over stages on different devices that
 share a parameter. A REDUCE stands in the copy-out lane, so that other stages' backwards go on meanwhile.

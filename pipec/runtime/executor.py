@@ -287,7 +287,7 @@ class Device:
 
     def reduce(self, op: Op) -> None:
         """REDUCE: begin to add up a stage's gradients with those of other processes; in one process they are complete
-        already."""
+        already, on GPUs brought together by the streams (see :mod:`.stream_replicas`)."""
         self.step.reduce(op.stage)
 
     def update(self, op: Op) -> None:

@@ -63,8 +63,9 @@ class Replica:
             self._hook = self.tensor.register_hook(hooks_of(own))  # type: ignore[no-untyped-call]
 
     def _make(self) -> None:
-        made = torch.empty_like(self.parameter, device=self.device, requires_grad=False)
-        self.tensor = nn.Parameter(made, requires_grad=self.parameter.requires_grad)
+        with torch.inference_mode(False):  # an evaluation may be the first to see a new type
+            made = torch.empty_like(self.parameter, device=self.device, requires_grad=False)
+            self.tensor = nn.Parameter(made, requires_grad=self.parameter.requires_grad)
 
 
 def hooks_of(parameter: Tensor) -> Callable[[Tensor], Tensor]:

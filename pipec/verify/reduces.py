@@ -13,8 +13,8 @@ COMPLETES = "{after} does not wait for {before}, which completes its gradient"
 
 
 def reduces(facts: Facts) -> list[str]:
-    """Every stage whose gradients are added up over processes has one REDUCE, after its last gradient and those of
-    the stages it shares parameters with, and before the UPDATE that uses them; other stages have none."""
+    """Every stage whose gradients are added up over processes or devices has one REDUCE, after its last gradient and
+    those of the stages it shares parameters with, and before the UPDATE that uses them; other stages have none."""
     table, graph, devices = facts.table, facts.graph, facts.home.tolist()
     ids = np.flatnonzero(table.kind == Kind.REDUCE)
     synchronous = facts.training and not facts.plan.asynchronous
