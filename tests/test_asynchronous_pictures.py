@@ -92,13 +92,36 @@ def test_a_long_period_is_drawn_alone() -> None:
     plan = chain(4, 32, "pipedream")
     picture = draw(plan)
     assert picture.size is not None
-    assert picture.size[0] * DPI / 72 <= 3600
+    assert picture.size[0] * DPI / 72 <= 2200
     shown = {tip(g).split(":")[0] for g in Svg(picture).of("task")}
     found = periods(plan)
     first, second = ({str(plan.table.task(row)) for row in found.ids(step).tolist()
                       if plan.table.kind[row] != Kind.COPY} for step in (found.steady, found.steady + 1))
     assert first <= shown
     assert not second <= shown
+
+
+def test_in_a_long_period_a_narrow_forward_shows_its_version_where_it_changes() -> None:
+    plan = chain(4, 32, "pipedream")
+    svg = Svg(draw(plan))
+    assert [label(svg.by_id(f"task-0F{m}")) for m in (33, 34, 35, 36, 63)] == ["33", "34", "35 w1", "36", "63"]
+    assert "reads weight version 1" in tip(svg.by_id("task-0F36"))
+    assert [label(svg.by_id(f"task-0B{m}")) for m in (34, 35, 36)] == ["34 w0", "35 w1", "36 w1"]
+    assert label(svg.by_id("task-2F32")) == "32 w0"  # the first one shown
+
+
+def test_a_long_period_beside_others_is_drawn_until_it_goes_on_alike() -> None:
+    plans = [chain(4, 32, schedule) for schedule in ("1f1b", "pipedream", "pipemare")]
+    picture = draw(plans)
+    assert picture.size is not None
+    assert picture.size[0] * DPI / 72 <= 2500
+    svg = Svg(picture)
+    told = "what leads to the steady steps and how they begin: they go on alike, each in 96: time 0 to 114 of 393;"
+    assert svg.all_text.count(told) == 1
+    for panel in (1, 2):
+        assert svg.by_id(f"p{panel}-step-0") is not None
+        assert svg.by_id(f"p{panel}-task-0U0") is not None  # what the first steady step updates
+    assert len(svg.of("makespan")) == 1  # all of 1f1b is there
 
 
 def test_plans_side_by_side_share_a_time() -> None:

@@ -15,6 +15,7 @@ from pipec.timeline import Timeline
 
 LANE_HEIGHT = 30.0
 SIZES = (10.0, 9.0, 8.0, 7.0, 6.0)  # of the numbers in boxes
+LEGIBLE = 7.0  # of a number that has a weight version under it, in smaller print
 SLIVER = 2.0  # points: what a task without duration takes
 TICK, OVER = 3.0, 3.5  # points: how wide an update without duration is, and how far it stands out over its lane
 To = Callable[[float], float]
@@ -32,6 +33,7 @@ class Tasks:
     chunks: int
     kinds_shown: tuple[int, ...]
     versions: bool
+    news: frozenset[int]  # tasks that read another weight version than the same kind of task of their stage before them
     critical_shown: bool
     others_shown: bool
     has_copies: bool
@@ -61,6 +63,7 @@ class Tasks:
             max(seen.values(), default=1),
             kinds,
             timeline.excerpt is not None or bool((plan.table.version > 0).any()),
+            _news(view),
             bool(np.isin(shown, path).any()),
             any(len(ids) for ids in view.others.values()),
             bool(len(copies)),
@@ -112,6 +115,17 @@ class Tasks:
         if waits:
             rows.append("waits for " + ", ".join(waits))
         return tuple(rows)
+
+
+def _news(view: View) -> frozenset[int]:
+    """Of each kind and stage the first task shown, and those that read another weight version than the one before."""
+    found: list[int] = []
+    table = view.timeline.plan.table
+    for shown in view.shown.values():
+        own = shown[np.lexsort((np.arange(len(shown)), table.kind[shown], table.stage[shown]))]
+        same = [np.diff(getattr(table, name)[own], prepend=-2) == 0 for name in ("stage", "kind", "version")]
+        found += own[~np.logical_and.reduce(same)].tolist()
+    return frozenset(found)
 
 
 def is_skip(timeline: Timeline, value: int, reader: int) -> bool:
@@ -223,7 +237,7 @@ def _task_box(
         left, top, width, height, fill = left - TICK / 2, top - OVER, TICK, height + 2 * OVER, HUES[task.kind]
     critical = index in tasks.critical
     framed = critical and not task.group
-    label, small, size = _label(tasks, task, width, height, sizes[task.kind])
+    label, small, size = _label(tasks, task, width, height, sizes[task.kind], index in tasks.news)
     css = f"task {WORDS[task.kind].replace(', ', '-')} device-{task.device}"
     css += f" chunk-{tasks.chunk_of.get(task.stage, 0)}"
     pen = (1.8 if width > 6 else 0.9) if framed else (0.5 if width > 4 else 0.25)
@@ -245,19 +259,24 @@ def _task_box(
     )
 
 
-def _label(tasks: Tasks, task: Task, width: float, height: float, usual: float) -> tuple[str, str, float]:
+def _label(
+    tasks: Tasks, task: Task, width: float, height: float, usual: float, news: bool
+) -> tuple[str, str, float]:
     """The microbatch, the weight version under it, and their size: the usual one or smaller, or nothing.
 
-    Kinds whose boxes are too narrow for their numbers carry one only in boxes with ample room.
+    Kinds whose boxes are too narrow for their numbers carry one only in boxes with ample room. A version that could
+    hardly be read is left to the tasks where it changes.
     """
     if task.kind is Kind.UPDATE:
         return "", "", 0.0
-    version = f"w{task.version}" if tasks.versions else ""
-    for small in (version, "") if version else ("",):
-        for size in [s for s in SIZES if s <= usual] if usual else (8.0,):
-            wide = max(text_width(tasks.item(task), size), text_width(small, size * 0.7))
-            if wide <= width - 2.5 and size * (2.1 if small else 1.2) <= height - 2:
-                return tasks.item(task), small, size
+    version, item = f"w{task.version}" if tasks.versions else "", tasks.item(task)
+    sizes = [s for s in SIZES if s <= usual] if usual else [8.0]
+    choices = [(version, size) for size in sizes if not version or news or size >= LEGIBLE]
+    choices += [("", size) for size in sizes]
+    for small, size in choices:
+        wide = max(text_width(item, size), text_width(small, size * 0.7))
+        if wide <= width - 2.5 and size * (2.1 if small else 1.2) <= height - 2:
+            return item, small, size
     return "", "", 0.0
 
 

@@ -11,16 +11,17 @@ from attrs import field, frozen
 from pipec.errors import RenderError
 from pipec.render.arrows import copy_arrows, critical_links
 from pipec.render.dot import Box, Item, Line, Text, printable, scene, shorten, text_width
+from pipec.render.headings import MARGIN, headline, name_of, summary, summary_left
 from pipec.render.lanes import LANE_HEIGHT, Tasks, copy_lane, group_frames, task_boxes
 from pipec.render.legend import legend_items
 from pipec.render.memory import FILLED, Memory, choose_memory, steps, strip
-from pipec.render.palette import AXIS, GRID, INK, LANE, LIMIT, PALE, WARN
+from pipec.render.palette import AXIS, GRID, INK, LANE, LIMIT, PALE
 from pipec.render.picture import Picture
 from pipec.render.steps import ROOM, step_borders
 from pipec.render.window import View, axis_width, fitted_width, steady_windows, view
-from pipec.timeline import Timeline, show_bytes
+from pipec.timeline import Timeline
 
-LEFT, LIMIT_ROOM, MARGIN = 92.0, 62.0, 14.0
+LEFT, LIMIT_ROOM = 92.0, 62.0
 COMMAND = "paint with: neato -n2 -Tsvg this.dot -o picture.svg"
 
 
@@ -113,8 +114,8 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     if several and any(v.fitted for v in views):
         width = fitted_width(views)
     axis = Axis(begin, end, MARGIN + LEFT, width / (end - begin) if end > begin else 0.0)
-    heads = _headline(timelines, views, several)
-    names = list(titles) if titles is not None else [_name(t) for t in timelines]
+    heads = headline(timelines, views, several)
+    names = list(titles) if titles is not None else [name_of(t) for t in timelines]
     y = MARGIN
     items: list[Item] = []
     for row, (text, size, ink, css) in enumerate(heads):
@@ -127,7 +128,7 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     wide = [text_width(text, size) * (1.12 if row == 0 else 1.05) for row, (text, size, _, _) in enumerate(heads)]
     if several:
         wide += [
-            _summary_left(name, axis.left) + text_width(summary(t), 9.5)
+            summary_left(name, axis.left) + text_width(summary(t), 9.5)
             for name, t in zip(names, timelines, strict=True)
         ]
     full = max(width + LEFT + room, *wide) + 2 * MARGIN
@@ -157,72 +158,6 @@ def _memory(timeline: Timeline, options: Options, several: bool) -> Memory | Non
     if options.memory is None and options.memory_limit is not None:
         wanted = True
     return choose_memory(timeline, wanted, options.memory_limit)
-
-
-def summary(timeline: Timeline) -> str:
-    """The figures of a timeline in one line."""
-    unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
-    parts = [f"makespan {timeline.makespan:.5g}{unit}", f"bubble {timeline.bubble:.1%}"]
-    if timeline.plan.asynchronous:
-        parts = [f"period {timeline.period:.5g}{unit}", f"bubble of a period {timeline.bubble:.1%}"]
-    if len(timeline.plan.buffers):
-        sizes = timeline.peak_bytes
-        peak = f"{max(timeline.peak_share):.3g} activations" if sizes is None else show_bytes(max(sizes))
-        parts.append(f"peak {peak} {_where(timeline.peak_share if sizes is None else sizes)}")
-    if timeline.copies:
-        size = "" if timeline.copy_bytes is None else f" of {show_bytes(timeline.copy_bytes)}"
-        parts.append(f"{timeline.copies:,} copies{size}")
-    return " · ".join(parts)
-
-
-def _name(timeline: Timeline) -> str:
-    """What tells a timeline from others beside it."""
-    schedule = timeline.plan.schedule
-    if timeline.excerpt is not None:
-        return f"{schedule}, measured {timeline.excerpt.name}"
-    return f"{schedule}, measured" if timeline.measured else schedule
-
-
-def _where(peaks: Sequence[float]) -> str:
-    """The device with the largest peak, or that all have it."""
-    if len(peaks) > 1 and max(peaks) - min(peaks) <= 1e-9 * max(peaks):
-        return "on every device"
-    return f"(device {int(np.argmax(peaks))})"
-
-
-def _summary_left(title: str, left: float) -> float:
-    """Where the figures stand behind a panel's title."""
-    return max(MARGIN + text_width(shorten(title, 60), 11) * 1.1 + 14, left)
-
-
-def _headline(timelines: Sequence[Timeline], views: Sequence[View], several: bool) -> list[tuple[str, float, str, str]]:
-    plan, plans = timelines[0].plan, [t.plan for t in timelines]
-    parts = [", ".join(dict.fromkeys(shorten(p.graph.name, 60 // min(len(plans), 3)) for p in plans[:3]))]
-    if not several:
-        parts.append(shorten(plan.schedule))
-    if len({p.devices for p in plans}) == 1:
-        parts.append(f"{plan.devices} device{'s' * (plan.devices > 1)}")
-    if len({p.minibatch for p in plans}) == 1:
-        each = " a minibatch" if any(t.whole.asynchronous for t in timelines) else ""
-        parts.append(f"{plan.minibatch} microbatch{'es' * (plan.minibatch > 1)}{each}")
-    if plan.slices > 1 and len({p.slices for p in plans}) == 1:
-        parts.append(f"{plan.slices} slices")
-    if timelines[0].whole.asynchronous and not several:
-        parts.append(f"weights {shorten(timelines[0].whole.weights)}")
-    if plan.recompute != "never" and not several:
-        parts.append(f"recompute {shorten(plan.recompute.replace('_', ' '))}")
-    if plan.update and not several and not timelines[0].whole.asynchronous:
-        parts.append("one update" if plan.update == "all" else f"update per {plan.update}")
-    excerpt = None if several else timelines[0].excerpt
-    if excerpt is None and all(t.measured for t in timelines):
-        parts.append("measured")
-    rows = [(" · ".join(parts), 15.0, INK, "title")]
-    if excerpt is not None:
-        rows.append((f"one measured step of an asynchronous plan: {excerpt.name}", 12.0, INK, "title"))
-    if not several:
-        rows.append((summary(timelines[0]), 11.0, "#333333", "summary"))
-    notes = list(dict.fromkeys(v.note for v in views if v.note))
-    return rows + [(note, 10.0, WARN, "note") for note in notes[:3]]
 
 
 def _panel(v: View, tasks: Tasks, memory: Memory | None, title: str, top: float, options: Options) -> Panel:
@@ -309,7 +244,7 @@ def _above(panel: Panel, axis: Axis, options: Options, several: bool) -> list[It
         items.append(Text(MARGIN, panel.top + 9, title, 11, bold=True, css="panel-title"))
         items.append(
             Text(
-                _summary_left(title, axis.left),
+                summary_left(title, axis.left),
                 panel.top + 9,
                 summary(timeline),
                 9.5,

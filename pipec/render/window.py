@@ -23,7 +23,7 @@ ROOM = 24.0  # points, a comfortable average task
 VERSIONED = 33.0  # points, an average task with a weight version under its number
 CLOSE = 24.0  # points, enough for such a task
 TIGHT = 20.0  # points, the least for one
-DENSE = 14.0  # points, for such a task beside other timelines
+DENSE = 14.0  # points, for such a task beside other timelines, or in a long step: only some have room for the version
 FITTED = 860.0  # points: the time axis of an asynchronous plan, where that is enough; a screen with its margins
 MOST_DEVICES = 512
 
@@ -145,32 +145,55 @@ def steady_windows(timelines: Sequence[Timeline]) -> list[tuple[float, float] | 
     made = [_steady(timeline) if timeline.plan.asynchronous else None for timeline in timelines]
     if len(made) == 1 or not any(made):
         return made
-    last = max(own[1] for own in made if own is not None)
+    last = max(_goes_on(t, own) for t, own in zip(timelines, made, strict=True) if own is not None)
     return [(0.0, min(last, t.makespan)) if t.plan.asynchronous else None for t in timelines]
 
 
 def _steady(timeline: Timeline) -> tuple[float, float] | None:
     """When two steady steps run, or one where two are too long, with as much of what leads to them as fits; None where
     everything does."""
-    plan, found = timeline.plan, periods(timeline.plan)
-    spans = (timeline.end - timeline.start)[np.concatenate([own[Lane.COMPUTE] for own in plan.lanes])]
-    spans = spans[spans > 0]
-    if found.steady >= plan.minibatches or not len(spans):
+    room, spans = _room(timeline), _steady_spans(timeline)
+    if not spans or timeline.makespan <= room:
         return None
-    room = FITTED / CLOSE * float(spans.mean())
-    if timeline.makespan <= room:
-        return None
-    steps = [found.ids(step) for step in range(found.steady, min(found.steady + 2, plan.minibatches))]
-    begin = float(timeline.start[steps[0]].min())
-    ends = [float(timeline.end[own].max()) for own in steps]
-    end = max((end for end in ends if end - begin <= room), default=ends[0])
+    begin = spans[0][0]
+    end = max((end for _, end in spans[:2] if end - begin <= room), default=spans[0][1])
     begin = max(0.0, min(begin, end - room))
     return begin if begin > 0.1 * end else 0.0, end  # no little piece is left out
 
 
+def _goes_on(timeline: Timeline, shown: tuple[float, float]) -> float:
+    """Until when a timeline is drawn beside others, from the start on: of steady steps that are long, which go on as
+    they began, only the beginning."""
+    begin, end = _steady_spans(timeline)[0]
+    room = _room(timeline)
+    return shown[1] if end - begin <= room else float(f"{begin + room / 3:.3g}")
+
+
+def _room(timeline: Timeline) -> float:
+    """The time for which tasks with a weight version have room on a screen; 0 where no task takes time."""
+    plan = timeline.plan
+    spans = (timeline.end - timeline.start)[np.concatenate([own[Lane.COMPUTE] for own in plan.lanes])]
+    spans = spans[spans > 0]
+    return FITTED / CLOSE * float(spans.mean()) if len(spans) else 0.0
+
+
+def _steady_spans(timeline: Timeline) -> list[tuple[float, float]]:
+    """When the steady steps begin and end; none where no task takes time."""
+    plan, found = timeline.plan, periods(timeline.plan)
+    if not _room(timeline):
+        return []
+    steps = [found.ids(step) for step in range(found.steady, plan.minibatches)]
+    return [(float(timeline.start[own].min()), float(timeline.end[own].max())) for own in steps]
+
+
 def _steady_note(timeline: Timeline, begin: float, end: float) -> str:
+    first = _steady_spans(timeline)[0]
+    what = (
+        "steady steps and what leads to them" if end >= first[1] - 1e-9 * timeline.makespan else
+        f"what leads to the steady steps and how they begin: they go on alike, each in {timeline.period:.6g}"
+    )
     return (
-        f"steady steps and what leads to them: time {begin:.6g} to {end:.6g} of {timeline.makespan:.6g}; "
+        f"{what}: time {begin:.6g} to {end:.6g} of {timeline.makespan:.6g}; "
         f"all of it with time=(0, {timeline.makespan:.6g})"
     )
 
@@ -210,7 +233,7 @@ def axis_width(view: View, width: float | None = None) -> float:
     if view.timeline.excerpt is not None:  # numbers as long as the run
         return min(max(per_task * (VERSIONED + text_width(view.timeline.excerpt.widest, 7.0)), 520.0), WIDEST)
     if view.fitted:
-        wanted = min(per_task * VERSIONED, FITTED), min(per_task * CLOSE, 1.1 * FITTED), per_task * TIGHT
+        wanted = min(per_task * VERSIONED, FITTED), min(per_task * TIGHT, 1.1 * FITTED), per_task * DENSE
         return min(max(*wanted, 520.0), WIDEST)
     if view.timeline.plan.asynchronous:  # forwards too have room for their microbatch and weight version
         return min(max(per_task * VERSIONED, 520.0), WIDEST)
