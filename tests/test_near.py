@@ -30,6 +30,7 @@ from pipec.runtime.distributed.blocks import KEEP
 from pipec.runtime.distributed.channels import PENDING
 from pipec.runtime.distributed.lines import Lines
 from pipec.runtime.distributed.near import NearChannels
+from pipec.runtime.distributed.records import KNOWN
 from pipec.runtime.distributed.wire import Frame
 from pipec.runtime.program import build_program
 
@@ -165,14 +166,14 @@ def test_lines_do_not_fill_with_what_nobody_waits_for() -> None:
 def test_a_rank_that_does_not_read_its_line_is_given_up() -> None:
     def fill(lines: Lines) -> None:
         for _ in range(10_000):
-            lines.tell(1, lines_module.KNOWN)
+            lines.tell(1, KNOWN)
 
     with pair(1, timeout=0.2) as made, pytest.raises(RuntimeError, match="timed out: the line is full"):
         fill(made.lines[0])
 
 
 def test_many_bytes_wait_for_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.runtime.distributed.near.ROOM", 1 << 16)
+    monkeypatch.setattr("pipec.runtime.distributed.recorded.ROOM", 1 << 16)
     with pair(6) as made:
         payloads = [torch.full((5_000,), float(number)) for number in range(6)]
         for _ in range(2):
@@ -273,7 +274,7 @@ def test_what_was_sent_is_read_though_the_sender_has_left() -> None:
         one, two = made.channels()
         one.send((0, 1), 0, torch.ones(1))
         one.send((0, 1), 0, torch.zeros(1))
-        made.lines[1].tell(0, lines_module.KNOWN)  # nobody reads that
+        made.lines[1].tell(0, KNOWN)  # nobody reads that
         made.lines[0].close()
         assert [two.receive((0, 1))[1].item() for _ in range(2)] == [1.0, 0.0]
 

@@ -17,22 +17,17 @@ import struct
 import sys
 import weakref
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from time import monotonic
 from typing import Any, NamedTuple
 
-from pipec.errors import RankError
 from pipec.runtime.distributed.blocks import PAGE, Block, Pool, Seen
 from pipec.runtime.distributed.group import gather_objects
+from pipec.runtime.distributed.records import DROP, FAILED, GONE, MOST, RecordLines
 
-MOST = 64  # ranks: beyond, a rank would hold too many sockets
-SAME, CHANGED, FAILED, KNOWN, ROW, DROP, GONE = range(7)  # what a record says
 NUMBERS = struct.Struct("8q")  # of a record: status, turn, task, how many messages of the other direction have been
 # read, block, its size where it is told of for the first time, place and length of a description in it
 TIME = struct.Struct("2l")  # seconds and microseconds, as the kernel has them
-DAY = 86_400.0  # seconds
 ROOM = 1 << 16  # bytes of the longest record
 FILE = socket.CMSG_SPACE(array("i", [0]).itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 
@@ -57,19 +52,17 @@ class Record(NamedTuple):
     rest: bytes
 
 
-class Lines:
+class Lines(RecordLines):
     """The lines of one rank, and the memory it shares over them.
 
     Attributes:
-        turn: the run of a task list that this rank is in.
-        inbox: per rank the messages that have come and were not looked at.
-        known: per rank how many messages of this turn it has read.
         pools: per rank the blocks for what goes there.
     """
 
     def __init__(self, me: int, sockets: dict[int, socket.socket], timeout: float) -> None:
         """``timeout``: seconds after which a rank is given up whose line is full, as it does not read."""
-        self.me, self._sockets = me, sockets
+        super().__init__(me, sockets)
+        self._sockets = sockets
         for line in sockets.values():
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(int(timeout), int(timeout % 1 * 1e6)))
         self._poll = select.poll()
@@ -84,25 +77,14 @@ class Lines:
                 self._ends[number] = peer
         self._finalizer = weakref.finalize(self, _close, list(sockets.values()), list(self._ends))
         self._buffer = memoryview(bytearray(ROOM))
-        self._ended: dict[int, str] = {}  # ranks whose line is closed
         self._reset: set[int] = set()  # those whose line said so once
-        self._told: dict[int, tuple[int, str]] = {}  # what ranks said that gave up because another is gone
-        self._rows: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
         self._seen: dict[int, dict[int, Seen]] = {peer: {} for peer in sockets}
-        self.inbox: dict[int, deque[Record]] = {peer: deque() for peer in sockets}
-        self.known = dict.fromkeys(sockets, 0)
         self.pools = {peer: Pool() for peer in sockets}
-        self.turn = 0
 
     def next_turn(self) -> None:
-        """All ranks have come to the end of the turn before, so nothing of it is needed any more."""
         self.turn = turn = self.turn + 1
-        for peer, inbox in self.inbox.items():
-            self.known[peer] = 0
-            while self.take(peer):  # what nobody waits for: else it would fill the line in time
-                pass
-            while inbox and inbox[0].turn < turn:
-                inbox.popleft()
+        for peer in self._others:
+            self._fresh(peer)
             for block in self.pools[peer].trimmed(turn):
                 with suppress(RuntimeError):  # it has ended: found out by whoever waits for it
                     self.tell(peer, DROP, block=block.number)
@@ -113,11 +95,6 @@ class Lines:
         self, peer: int, status: int, task: int = 0, known: int = 0, block: int = 0, at: int = 0, length: int = 0,
         rest: bytes = b"",
     ) -> None:
-        """Send a record.
-
-        Raises:
-            RuntimeError: that rank has ended.
-        """
         data = NUMBERS.pack(status, self.turn, task, known, block, 0, at, length)
         try:
             self._sockets[peer].send(data + rest if rest else data)
@@ -140,7 +117,6 @@ class Lines:
         block.file = -1
 
     def give_up(self, story: tuple[int, str]) -> None:
-        """Tell every rank that nothing comes from here any more, as far as it goes."""
         data = NUMBERS.pack(GONE, self.turn, 0, 0, 0, 0, 0, 0) + pickle.dumps((story[0], story[1][:4000]))
         for line in self._sockets.values():
             try:
@@ -148,20 +124,9 @@ class Lines:
             except OSError:  # that one is gone as well, or does not read
                 continue
 
-    def _ending(self, peer: int, error: OSError) -> RuntimeError:
-        """Why nothing can be sent to a rank: what it said last, if it did."""
-        while self.take(peer):
-            pass
-        if peer in self._told:
-            return GoneError(*self._told[peer])
-        if isinstance(error, BlockingIOError):
-            return RuntimeError("timed out: the line is full")
-        return RuntimeError(self._ended.setdefault(peer, f"the line to device {peer}: {error}"))
-
     # -- receiving ------------------------------------------------------------------------------------------
 
     def take(self, peer: int) -> bool:
-        """Take in one record from a rank, if there is one."""
         try:
             count, extra, _, _ = self._sockets[peer].recvmsg_into([self._buffer], FILE, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -182,12 +147,10 @@ class Lines:
             self.known[peer] = known
         if status <= FAILED:
             self.inbox[peer].append(Record(status, turn, task, block, at, length, rest))
-        elif status == ROW:
-            self._rows[peer].append(rest)
         elif status == DROP:
             self._seen[peer].pop(block, None)
-        elif status == GONE:
-            self._told.setdefault(peer, pickle.loads(rest))
+        else:
+            self._note(peer, status, rest)
         return True
 
     def _over(self, peer: int, text: str) -> None:
@@ -211,25 +174,8 @@ class Lines:
         """A block of another rank's."""
         return self._seen[peer][block]
 
-    def wait(self, peer: int, end: float) -> None:
-        """Wait until something has come on any line, and take it in.
-
-        Args:
-            peer: the rank that the caller waits for.
-            end: the time of :func:`time.monotonic` at which it gives up.
-
-        Raises:
-            GoneError: that rank has given up because another is gone.
-            RuntimeError: it has ended, or nothing came in time.
-        """
-        if peer in self._told:
-            raise GoneError(*self._told[peer])
-        if peer in self._ended:
-            raise RuntimeError(self._ended[peer])
-        left = end - monotonic()
-        ready = self._poll.poll(max(0.0, min(left, DAY) * 1e3))
-        if not ready and left <= 0:
-            raise RuntimeError("timed out")
+    def _look(self, seconds: float) -> bool:
+        ready = self._poll.poll(seconds * 1e3)
         for number, _ in ready:
             if number in self._peers:
                 self.take(self._peers[number])
@@ -241,33 +187,9 @@ class Lines:
             while self.take(one):
                 pass
             self._over(one, f"the process of device {one} has ended")
-
-    # -- tables ---------------------------------------------------------------------------------------------
-
-    def exchange(self, row: Sequence[float], timeout: float) -> list[list[float]]:
-        """Everybody's row of numbers; every rank gives one of the same length.
-
-        Raises:
-            RankError: a rank has ended or does not answer in time.
-        """
-        form = struct.Struct(f"{len(row)}d")
-        data = form.pack(*row)
-        table: list[list[float]] = [[] for _ in range(len(self._sockets) + 1)]
-        table[self.me] = list(row)
-        peer, end = -1, monotonic() + timeout
-        try:
-            for peer in self._sockets:
-                self.tell(peer, ROW, rest=data)
-            for peer, rows in self._rows.items():
-                while not rows:
-                    self.wait(peer, end)
-                table[peer] = list(form.unpack(rows.popleft()))
-        except RuntimeError as error:
-            raise RankError(f"rank {peer} has ended or does not answer: {error}", peer) from error
-        return table
+        return bool(ready)
 
     def fits(self, width: int) -> bool:
-        """Whether rows of so many numbers can be exchanged here."""
         return NUMBERS.size + 8 * width <= ROOM // 2
 
     def close(self) -> None:
@@ -279,14 +201,6 @@ def _close(sockets: Sequence[socket.socket], files: Sequence[int]) -> None:
         line.close()
     for number in files:
         os.close(number)
-
-
-class GoneError(RuntimeError):
-    """A rank has given up because ``rank``, of all the world, is gone."""
-
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(text)
-        self.rank = rank
 
 
 # -- making them ----------------------------------------------------------------------------------------------------
