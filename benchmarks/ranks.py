@@ -4,11 +4,12 @@
 
 Two gloo processes with one thread each, 16 microbatches. A stage is a stack of Linear and ReLU, deep enough that its
 forward takes the time named; backward takes about twice that. Contenders take turns within each round. pipec hands
-values over through shared memory, as both ranks are on one host, and once more through gloo; PyTorch and a loop written
-by hand use gloo. The loop does nothing but 1f1b's forwards, backwards, sends and receives, these all posted at the
-beginning: what gloo allows. Costs for the simulation are measured while both ranks compute, as they do in a step: on
-one host they share its memory. "tasks alone" is the step that the plan's tasks would make if each took as long as it
-did and nothing but the plan's order and waits stood between them: an executor that costs nothing cannot be faster.
+values over through shared memory, as both ranks are on one host, then through sockets, as between hosts, and through
+gloo, which is what remains where there can be no sockets; PyTorch and a loop written by hand use gloo. The loop does
+nothing but 1f1b's forwards, backwards, sends and receives, these all posted at the beginning: what gloo allows. Costs
+for the simulation are measured while both ranks compute, as they do in a step: on one host they share its memory.
+"tasks alone" is the step that the plan's tasks would make if each took as long as it did and nothing but the plan's
+order and waits stood between them: an executor that costs nothing cannot be faster.
 ``host`` measures the CPU time of each rank's main thread per microbatch with tensors so small that nothing else counts.
 """
 
@@ -34,6 +35,7 @@ from torch.nn import functional as F
 import pipec
 from pipec.ir import Kind
 from pipec.runtime.distributed.ranks import Ranks
+from pipec.runtime.distributed.ways import MEMORY, SOCKETS
 from pipec.simulate import run_clock
 
 MICROBATCHES, ROWS = 16, 64
@@ -41,7 +43,7 @@ PAIRS = {  # pipec's schedule, PyTorch's class, stages per rank
     "1f1b": ("Schedule1F1B", 1), "interleaved-zero-bubble": ("ScheduleInterleavedZeroBubble", 2),
 }
 ALONE, HAND = "one process", "by hand, 1f1b through gloo"
-GLOO = ", through gloo"
+APART: dict[str, tuple[str, ...]] = {", through sockets": (SOCKETS,), ", through gloo": ()}  # as on several hosts
 
 
 def stage(width: int, layers: int) -> nn.Sequential:
@@ -77,7 +79,7 @@ def modules(width: int, layers: int, count: int) -> list[nn.Sequential]:
 
 
 def ours(
-    width: int, layers: int, schedule: str, count: int, near: bool = True
+    width: int, layers: int, schedule: str, count: int, ways: tuple[str, ...] = (MEMORY,)
 ) -> tuple[Callable[[], Any], list[nn.Sequential], Any]:
     made = modules(width, layers, count)
     net = pipec.Pipeline("stack")
@@ -86,9 +88,9 @@ def ours(
         value = net.stage(f"s{number}", module, value)
     net.loss("mse", F.mse_loss, value, y)
     plan = pipec.compile(net, 2, MICROBATCHES, schedule)
-    Ranks.near = near
+    before, Ranks.ways = Ranks.ways, ways
     run = pipec.Runner(net, plan)
-    Ranks.near = True
+    Ranks.ways = before
     x, target = batch(width)
     return partial(run.step, x=x, y=target), made, (net, plan, run)
 
@@ -193,11 +195,13 @@ def contest(rank: int, width: int, layers: int, count: int, simulated: bool) -> 
     for schedule, (name, per_rank) in PAIRS.items():
         mine, made, (net, plan, run) = ours(width, layers, schedule, 2 * per_rank)
         contenders[f"pipec {schedule}"] = mine, made
-        far, other, (_, _, second) = ours(width, layers, schedule, 2 * per_rank, near=False)
-        contenders[f"pipec {schedule}{GLOO}"] = far, other
+        runs[f"pipec {schedule}"] = run
+        for way, ways in APART.items():
+            far, other, (_, _, second) = ours(width, layers, schedule, 2 * per_rank, ways)
+            contenders[f"pipec {schedule}{way}"] = far, other
+            runs[f"pipec {schedule}{way}"] = second
         contenders[f"torch {name}"] = theirs(rank, width, layers, name, 2 * per_rank)
-        runs |= {f"pipec {schedule}": run, f"pipec {schedule}{GLOO}": second}
-        added = [f"pipec {schedule}", f"pipec {schedule}{GLOO}", f"torch {name}"]
+        added = [f"pipec {schedule}", *(f"pipec {schedule}{way}" for way in APART), f"torch {name}"]
         if per_rank == 1:
             contenders[HAND] = by_hand(rank, width, layers)
             added.append(HAND)

@@ -14,7 +14,7 @@ from pipec.errors import RankError
 from pipec.ir import Plan
 from pipec.runtime.distributed.backend import other
 from pipec.runtime.distributed.group import Groups, exchange, gather_objects
-from pipec.runtime.distributed.lines import Lines
+from pipec.runtime.distributed.records import RecordLines
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.failure import describe, told
 from pipec.runtime.program import Op
@@ -36,7 +36,7 @@ class Council:
     """
 
     def __init__(
-        self, groups: Groups, watch: Watch, plan: Plan, width: int, timeout: float, lines: Lines | None
+        self, groups: Groups, watch: Watch, plan: Plan, width: int, timeout: float, lines: RecordLines | None
     ) -> None:
         """``width``: numbers in every row; ``lines``: between all of them, if there are any."""
         place = groups.place

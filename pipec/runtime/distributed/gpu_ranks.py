@@ -89,7 +89,7 @@ class GpuRanks(Ranks):
         streams: this rank's.
     """
 
-    near = False  # values are on GPUs
+    ways = ()  # values are on GPUs
 
     def __init__(
         self, spec: Spec, plan: Plan, groups: Groups, timeout: float, outputs: str, transport: Transport, gpus: Gpus,

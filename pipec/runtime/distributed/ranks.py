@@ -24,14 +24,13 @@ from pipec.runtime.distributed.fit import check_plan, check_successor
 from pipec.runtime.distributed.group import Groups, gather_objects
 from pipec.runtime.distributed.held import Held
 from pipec.runtime.distributed.input_gradients import InputGradients, mask_of
-from pipec.runtime.distributed.lines import Lines, connected
 from pipec.runtime.distributed.local import local_spec, tied_parameters
-from pipec.runtime.distributed.near import NearChannels
 from pipec.runtime.distributed.overlap import RankOverlappedDevice, RankTogether
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
 from pipec.runtime.distributed.sample import check_samples, sample_of
 from pipec.runtime.distributed.watch import Watch
+from pipec.runtime.distributed.ways import MEMORY, SOCKETS, channels_of, lines_between
 from pipec.runtime.distributed.wire import Frame
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import told
@@ -53,7 +52,7 @@ class Ranks(Held):
         outputs: "owner": an output is in the result of the rank of its stage; "all": in everybody's.
     """
 
-    near: ClassVar[bool] = True  # through memory where all ranks of a pipeline are on one host
+    ways: ClassVar[tuple[str, ...]] = (MEMORY, SOCKETS)  # in which values may travel, the first that can be had
 
     def __init__(self, spec: Spec, plan: Plan, groups: Groups, timeout: float, outputs: str) -> None:
         self.homes = [plan.stage_device(stage) for stage in range(len(spec.stages))]
@@ -71,9 +70,7 @@ class Ranks(Held):
         self._closed, self._elsewhere = False, list[int]()
         losses = len(spec.losses)
         width = FIXED + max(LOSS_WIDTH * losses, losses + 2 * len(spec.inputs))
-        self._lines: Lines | None = None
-        if self.near:
-            self._lines = connected(self.groups.pipeline, place.device, place.devices, timeout)
+        self._lines, self.way = lines_between(self.groups.pipeline, place, timeout, self.ways)
         between_all = self._lines if place.replicas == 1 else None
         self._council = Council(self.groups, self.watch, plan, width, timeout, between_all)
         self._reducer: Reducer | None = None
@@ -210,7 +207,7 @@ class Ranks(Held):
         """The channels of this rank during one run of its tasks of ``plan``."""
         self._council.at = plan
         if self._lines is not None:
-            return NearChannels(
+            return channels_of(
                 self._lines, self.device, own, self._frames[plan.training], forms, self._timeout, self._council.lost,
                 received,
             )

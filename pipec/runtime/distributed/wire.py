@@ -202,8 +202,9 @@ def dumped(frame: Frame, what: str) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def loaded(data: Tensor) -> Frame:
-    return Frame(*pickle.loads(data.numpy().tobytes()))
+def loaded(data: Tensor | bytes) -> Frame:
+    """The frame that :func:`dumped` was given."""
+    return Frame(*pickle.loads(data if isinstance(data, bytes) else data.numpy().tobytes()))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
