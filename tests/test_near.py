@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,70 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import chain, data, same
+from pairs import pair
 from ranks import crew
-from test_wire import SHAPES, base, lost, plain, strides
+from test_wire import SHAPES, base, plain, strides
 
 import pipec
 from pipec.errors import RankError
-from pipec.ir import Kind
 from pipec.runtime.borders import Packed, pack
 from pipec.runtime.channels import Stopped
+from pipec.runtime.distributed import calls as calls_module
 from pipec.runtime.distributed import lines as lines_module
-from pipec.runtime.distributed.backend import traffic
 from pipec.runtime.distributed.blocks import KEEP
 from pipec.runtime.distributed.channels import PENDING
 from pipec.runtime.distributed.lines import Lines
-from pipec.runtime.distributed.near import NearChannels
 from pipec.runtime.distributed.records import KNOWN
-from pipec.runtime.distributed.wire import Frame
-from pipec.runtime.program import build_program
-
-# -- two ranks in one process ---------------------------------------------------------------------------------------
-
-
-class Pair:
-    """The two ends of one route 0 -> 1, over as many steps as wanted."""
-
-    def __init__(self, count: int, timeout: float = 5.0) -> None:
-        plan = pipec.compile(pipec.chain(2), 2, count, forward_only=True)
-        program = build_program(plan)
-        self.ops = [[op for op in row if op.kind is not Kind.UPDATE] for row in program.ops]
-        self.ends = [traffic(plan, program.ops, rank) for rank in (0, 1)]
-        self.frames: list[dict[Any, Frame]] = [{}, {}]
-        one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.lines = [Lines(0, {1: one}, timeout), Lines(1, {0: two}, timeout)]
-        self.timeout = timeout
-
-    def channels(self) -> list[NearChannels]:
-        return [
-            NearChannels(self.lines[rank], rank, own, self.frames[rank], None, self.timeout, lost)
-            for rank, own in enumerate(self.ends)
-        ]
-
-    def step(self, payloads: list[Any]) -> list[Any]:
-        """Send, receive, and keep the forms as after a step that succeeded."""
-        one, two = self.channels()
-        sender = threading.Thread(target=lambda: [one.send((0, 1), 0, payload) for payload in payloads])
-        sender.start()
-        got = [two.receive((0, 1))[1] for _ in payloads]
-        sender.join()
-        for frames, channels in zip(self.frames, (one, two), strict=True):
-            frames.update(channels.learned)
-        self.learned = [list(one.learned), list(two.learned)]
-        return got
-
-    def close(self) -> None:
-        for lines in self.lines:
-            lines.close()
-
-
-@contextmanager
-def pair(count: int, timeout: float = 5.0) -> Iterator[Pair]:
-    made = Pair(count, timeout)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -297,21 +244,27 @@ def test_tables() -> None:
 def transport(rank: int) -> list[str]:
     """What carries values when all can be reached, and when rank 1 finds that it cannot."""
     found = []
-    for most in (64, 64 if rank == 0 else 1):
-        lines_module.MOST = most
+    for refused in ((), (lines_module,), (lines_module, calls_module)):
+        for module in refused if rank == 1 else ():
+            module.MOST = 1
         try:
             net = chain(2)
             with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
                 run.step(**data())
                 party: Any = run._party
-                found.append(type(party._lines).__name__)
+                found.append(f"{type(party._lines).__name__}: {run.transport}")
         finally:
-            lines_module.MOST = 64
+            for module in refused:
+                module.MOST = 64
     return found
 
 
 def test_all_ranks_choose_alike(crew2: Any) -> None:
-    assert crew2(transport) == [["Lines", "NoneType"]] * 2
+    assert crew2(transport) == [[
+        "Lines: shared memory", "FarLines: sockets",
+        "NoneType: gloo, as there are no sockets between all ranks: device 1: 2 ranks are more than the 1 that get a "
+        "socket for each pair",
+    ]] * 2
 
 
 def forks_and_dies(rank: int) -> None:

@@ -33,6 +33,7 @@ class Alone:
     """One process runs all devices. ``Ranks`` has the same methods for many."""
 
     backend: Backend | None = None
+    way: str = "within this process"  # how values travel between devices
 
     def real(self, plan: Plan) -> list[torch.device] | None:
         """The real device of each logical one where this says so and not the runner."""

@@ -351,6 +351,11 @@ class Runner(Overlapping, Stateful):
             if self._turn.get("call") is mine:
                 self._turn.clear()
 
+    @property
+    def transport(self) -> str:
+        """How values travel between devices; in processes on CPUs "shared memory", "sockets", or "gloo" and why."""
+        return self._party.way
+
     def trace(self) -> Timeline:
         """The measured timeline of the last training step, in milliseconds. Over ranks all of them call it.
 

@@ -26,7 +26,7 @@ BY_HOST = ("gloo",)  # backends that move memory of the host
 class Transport(Enum):
     """How values travel between ranks."""
 
-    HOST = "tensors of the CPU, through gloo"
+    HOST = "tensors of the CPU"
     STAGED = "tensors of GPUs, through pinned host memory and gloo"
     WIRED = "tensors of GPUs, from device to device in one order per rank"
 
@@ -34,8 +34,8 @@ class Transport(Enum):
 def transport_of(kind: str, backends: Mapping[str, str]) -> Transport:
     """The transport for stages on devices of a kind, from the process group's backend for each kind.
 
-    Between CPUs values always go through groups of gloo that pipec makes itself, so any process group will do. On GPUs
-    the backend that the process group has for them decides; where it has none, it is gloo.
+    Between CPUs values go through what pipec makes itself, so any process group will do. On GPUs the backend that the
+    process group has for them decides; where it has none, it is gloo.
 
     Raises:
         RunError: no transport is known for the backend.

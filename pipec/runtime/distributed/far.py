@@ -82,7 +82,7 @@ class FarChannels(RecordChannels):
         for tensor, leaf, plain in zip(tensors, frame.leaves, frame.plain, strict=True):
             size = leaf.nbytes
             if size:
-                held.append(tensor if plain else as_bytes(tensor))
+                held.append(tensor if plain and tensor.stride() == leaf.stride else as_bytes(tensor))
                 content.append(memory_of(held[-1], size))
         self._write(link, message, status, b"" if form is None else form.numpy().tobytes(), content, held)
 

@@ -140,8 +140,8 @@ class FarLines(RecordLines):
         line = self._lines[peer]
         if line.fetching or peer in self._ended:
             return
-        self._fetched.add(peer)
-        if line.number in self._peers:
+        if peer not in self._fetched:
+            self._fetched.add(peer)
             self._poll.unregister(line.number)
         line.fetch(FAILED)
 

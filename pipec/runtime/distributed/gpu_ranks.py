@@ -99,6 +99,7 @@ class GpuRanks(Ranks):
         super().__init__(spec, plan, groups, timeout, outputs)
         try:
             self.transport, self._named, self._gpus = transport, str(device), gpus
+            self.way = transport.value
             self.memory = gpus.memory(device)
             api = gpus.streams(self.memory)
             self.streams = RankStreams(api, self.memory, self.device)

@@ -210,6 +210,8 @@ def loaded(data: Tensor | bytes) -> Frame:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The elements of a tensor in the order of its memory, as bytes; a view where there are no gaps."""
     base = tensor.detach()
+    if not base.is_contiguous() and _overlaps(tuple(base.shape), base.stride()):
+        base = base.contiguous()  # as its leaf says
     for dim, stride in enumerate(base.stride()):
         if stride == 0 and base.shape[dim] > 1:
             base = base.narrow(dim, 0, 1)

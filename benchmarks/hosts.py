@@ -1,0 +1,253 @@
+"""pipec between two hosts that are network namespaces of this machine: the same bits, and an error that names a lost
+host.
+
+    sudo python benchmarks/hosts.py [--rate 1gbit] [--delay 0.2ms] [--same-name]
+
+Needs Linux, root and iproute2. Each host has its own network, host name, System V memory and folder for temporary
+files; a pair of virtual interfaces connects them, slowed to the given rate, and by the delay where the kernel has
+netem. torchrun starts one node on each. Every schedule runs three steps over them and, in the same processes, on
+threads: losses must be the same bits. Steps are timed once through sockets and once through gloo. Then the processes of
+the second host are killed in the middle of a run, and the first one must name its rank. Everything made for this is
+removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipec
+from pipec.runtime.distributed.ranks import Ranks
+from pipec.schedules import SCHEDULES
+
+HOSTS = ("pipec-a", "pipec-b")
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+PORT, DEVICES, MICROBATCHES, WIDTH = 29563, 2, 8, 32
+SIZES = ((64, "8 KiB"), (2048, "1 MiB"))  # width of a value with 32 rows
+READY, PATIENCE = "runs", 300.0
+
+# -- on a host ------------------------------------------------------------------------------------------------------
+
+
+def pipeline(stages: int, width: int) -> pipec.Pipeline:
+    torch.manual_seed(0)
+    net = pipec.Pipeline("hosts")
+    value, y = net.input("x"), net.input("y")
+    first = None
+    for number in range(stages):
+        inner = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        value = net.stage(f"s{number}", inner, value)
+        first = value if first is None else first
+    value = net.stage("sum", torch.add, value, pipec.skip(first))
+    net.loss("mse", F.mse_loss, value, y)
+    return net
+
+
+def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def losses(schedule: str, backend: str | None) -> list[Any]:
+    """Of three steps, and of what a flush finishes."""
+    net = pipeline(2 * DEVICES - 1, WIDTH)
+    plan = pipec.compile(net, DEVICES, MICROBATCHES, schedule, update="stage")
+    found = []
+    with pipec.Runner(net, plan, optimizer=sgd, **({} if backend is None else {"backend": backend})) as run:
+        for step in range(3):
+            torch.manual_seed(step)
+            found.append(run.step(x=torch.randn(19, WIDTH), y=torch.randn(19, WIDTH)).losses)
+        if plan.asynchronous:
+            found.append(run.flush())
+    return [str(one) if not isinstance(one, dict) else {k: repr(v) for k, v in one.items()} for one in found]
+
+
+def numbers() -> None:
+    """Every schedule, here and over both hosts."""
+    wrong = [name for name in SCHEDULES if losses(name, None) != losses(name, "threads")]
+    if wrong:
+        raise SystemExit(f"other numbers than in one process: {', '.join(wrong)}")
+    if dist.get_rank() == 0:
+        print(f"{len(SCHEDULES)} schedules: the same bits as in one process", flush=True)
+
+
+def times() -> None:
+    """Steps of small tasks, with values of several sizes."""
+    for width, size in SIZES:
+        runs = {}
+        for name, ways in (("sockets", Ranks.ways), ("gloo", ())):
+            before, Ranks.ways = Ranks.ways, ways
+            net = pipeline(2, width)
+            runs[name] = pipec.Runner(net, pipec.compile(net, DEVICES, MICROBATCHES, "1f1b"))
+            Ranks.ways = before
+        way = runs["sockets"].transport
+        if way != "sockets":
+            raise SystemExit(f"values travel through {way}")
+        rows = 32 if width < 1024 else 128
+        x = torch.randn(rows * MICROBATCHES, width)
+        took: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(12 if width < 1024 else 7):
+            for name, run in runs.items():
+                dist.barrier()
+                begin = time.perf_counter()
+                run.step(x=x, y=x)
+                took[name].append(time.perf_counter() - begin)
+        for run in runs.values():
+            run.close()
+        if dist.get_rank() == 0:
+            told = ", ".join(f"{statistics.median(own[2:]) * 1e3:.1f} ms through {name}" for name, own in took.items())
+            print(f"a step with values of {size}: {told}", flush=True)
+
+
+def forever(folder: str) -> None:
+    """Steps until the other host is gone."""
+    net = pipeline(2, WIDTH)
+    x = torch.randn(32, WIDTH)
+    with pipec.Runner(net, pipec.compile(net, DEVICES, MICROBATCHES), timeout=60.0) as run:
+        for step in range(1_000_000):
+            run.step(x=x, y=x)
+            if step == 20:
+                Path(folder, f"{READY}{dist.get_rank()}").write_text(str(os.getpid()))
+
+
+def work(part: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    {"numbers": numbers, "times": times, "forever": lambda: forever(folder)}[part]()
+    dist.destroy_process_group()
+
+
+# -- the hosts ------------------------------------------------------------------------------------------------------
+
+
+def do(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def hosts(rate: str, delay: str) -> Iterator[str]:
+    """Two namespaces that reach each other; what the link is like."""
+    link = rate
+    try:
+        for number, host in enumerate(HOSTS):
+            do("ip", "netns", "add", host)
+            do("ip", "-n", host, "link", "set", "lo", "up")
+            if number:
+                do("ip", "link", "add", f"{host}-0", "netns", host, "type", "veth", "peer", "name", f"{HOSTS[0]}-0",
+                   "netns", HOSTS[0])
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            name = f"{host}-0"
+            do("ip", "-n", host, "address", "add", f"{address}/24", "dev", name)
+            do("ip", "-n", host, "link", "set", name, "up")
+            try:
+                do("tc", "-n", host, "qdisc", "add", "dev", name, "root", "netem", "rate", rate, "delay", delay)
+                link = f"{rate}, {delay} one way"
+            except subprocess.CalledProcessError:  # without netem there is no delay
+                do("tc", "-n", host, "qdisc", "add", "dev", name, "root", "tbf", "rate", rate, "burst", "256kb",
+                   "latency", "50ms")
+        yield link
+    finally:
+        for host in HOSTS:
+            subprocess.run(("ip", "netns", "delete", host), capture_output=True, check=False)
+
+
+def node(number: int, part: str, folder: str, same_name: bool) -> subprocess.Popen[str]:
+    """torchrun on one of the hosts."""
+    own = Path(folder, HOSTS[number])
+    own.mkdir(exist_ok=True)
+    name = HOSTS[0 if same_name else number]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank",
+           str(number), "--master-addr", ADDRESSES[0], "--master-port", str(PORT), __file__, "--work", part, folder]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", HOSTS[number], "unshare", "--uts", "--ipc", "sh", "-c", f'hostname {name}; exec "$@"',
+         "sh", *run],
+        env=os.environ | {"TMPDIR": str(own), "GLOO_SOCKET_IFNAME": f"{HOSTS[number]}-0"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )
+
+
+def both(part: str, folder: str, same_name: bool) -> str:
+    """Run a part on both hosts; what the first one says."""
+    nodes = [node(number, part, folder, same_name) for number in (0, 1)]
+    try:
+        told = [one.communicate(timeout=PATIENCE)[0] for one in nodes]
+    finally:
+        for one in nodes:
+            stop(one)
+    if any(one.returncode for one in nodes):
+        raise SystemExit("\n".join(told))
+    return told[0]
+
+
+def stop(one: subprocess.Popen[str]) -> None:
+    """Kill what is left of a host's processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(one.pid, signal.SIGKILL)
+    one.wait()
+
+
+def lost(folder: str, same_name: bool) -> str:
+    """What the first host says when the second one's processes are killed."""
+    nodes = [node(number, "forever", folder, same_name) for number in (0, 1)]
+    notes = [Path(folder, f"{READY}{rank}") for rank in (0, 1)]
+    try:
+        end = time.monotonic() + PATIENCE
+        while not all(note.exists() and note.read_text() for note in notes):
+            if time.monotonic() > end or any(one.poll() is not None for one in nodes):
+                for one in nodes:
+                    stop(one)
+                raise SystemExit("\n".join(one.communicate()[0] for one in nodes))
+            time.sleep(0.1)
+        begin = time.monotonic()
+        os.kill(int(notes[1].read_text()), signal.SIGKILL)
+        stop(nodes[1])
+        told = nodes[0].communicate(timeout=60)[0]
+        took = time.monotonic() - begin
+    finally:
+        for one in nodes:
+            stop(one)
+    found = [line for line in told.splitlines() if "RankError: rank 1 has ended" in line]
+    if not found:
+        raise SystemExit(f"the first host does not name rank 1:\n{told}")
+    return f"{found[0].strip()} ({took:.1f} s after it was killed)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--delay", default="0.2ms")
+    parser.add_argument("--same-name", action="store_true", help="both hosts have one name, as containers may")
+    parser.add_argument("--parts", nargs="+", choices=("numbers", "times", "lost"),
+                        default=["numbers", "times", "lost"])
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(*options.work)
+        return
+    needed = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
+    if needed or os.geteuid():
+        raise SystemExit(f"needs root, and {', '.join(needed or ['ip', 'tc', 'unshare'])}")
+    with tempfile.TemporaryDirectory(prefix="pipec-hosts-") as folder, hosts(options.rate, options.delay) as link:
+        print(f"two hosts, {link}")
+        for part in options.parts:
+            said = lost(folder, options.same_name) if part == "lost" else both(part, folder, options.same_name)
+            print(said.strip())
+
+
+if __name__ == "__main__":
+    main()
