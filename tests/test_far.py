@@ -27,6 +27,7 @@ from pipec.runtime.distributed.channels import PENDING
 from pipec.runtime.distributed.far_lines import LARGE, FarLines
 from pipec.runtime.distributed.records import KNOWN
 from pipec.runtime.distributed.sockets import PARTS
+from pipec.runtime.distributed.wire import as_bytes
 
 
 def threads() -> list[str]:
@@ -83,6 +84,15 @@ def test_more_tensors_than_the_system_takes_at_once() -> None:
             sent = [pack([torch.full((2 + n % 3,), float(n + step)) for n in range(2 * PARTS + 3)]) for _ in range(2)]
             for a, b in zip(sent, made.step(sent), strict=True):
                 assert same(plain(b), plain(a))
+
+
+def test_a_value_whose_elements_share_memory_crosswise() -> None:
+    """Its memory's order is not that of its elements."""
+    with pair(1, far=True) as made:
+        for step in range(2):
+            sent = (torch.arange(1000.0) + step).as_strided((4, 300), (1, 2))
+            assert torch.equal(made.step([sent])[0], sent)
+    assert torch.equal(as_bytes(sent).view(torch.float32).view(4, 300), sent)  # where tensors travel one by one
 
 
 def test_values_of_changing_size_large_ones_too() -> None:

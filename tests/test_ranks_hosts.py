@@ -26,7 +26,7 @@ either = pytest.mark.parametrize("ways", WAYS, ids=["sockets", "gloo"])
 
 
 @contextmanager
-def apart(ways: tuple[str, ...]) -> Iterator[None]:
+def apart(ways: tuple[str, ...] = ()) -> Iterator[None]:
     """Runners made inside talk in one of these ways, or through gloo alone."""
     before, Ranks.ways = Ranks.ways, ways
     try:

@@ -9,7 +9,7 @@ import torch
 from fake_gpus import there
 from models import WIDTH, data, same
 from test_lanes import Join
-from test_ranks_gloo import apart
+from test_ranks_hosts import apart
 from torch import nn
 
 import pipec
