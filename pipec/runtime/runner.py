@@ -77,7 +77,8 @@ class Runner(Overlapping, Stateful):
         model: the whole module that the stages are parts of, or a dict of tensors by name: state dicts and
             checkpoints then have its names, however it was cut into stages.
         rescheduling: :class:`pipec.Rescheduling`, learning rates by staleness in asynchronous plans.
-        delay: :class:`pipec.TruncatedExponential`, random delays of forwards with backend="replay", for study.
+        delay: :class:`pipec.TruncatedExponential`, random delays of forwards with backend="replay" or over
+            processes, for study.
         watchdog: seconds in which no task ends after which the logger "pipec" warns where every device stands.
 
     Raises:
@@ -113,7 +114,8 @@ class Runner(Overlapping, Stateful):
         self._party: Alone = party(self.spec, plan, backend, devices, mesh, timeout, outputs)
         self._real = self._party.real(plan) or self._real
         self._rescheduling, self._delay, self._left = rescheduling, delay, []
-        options = {"scaler": scaler is not None, "outputs option": outputs, "rescheduling": rescheduling}
+        options = {"scaler": scaler is not None, "outputs option": outputs, "rescheduling": rescheduling,
+                   "delay": delay}
         with self._party.agreement(options):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
             self._weights = [StageWeights(stage) for stage in self.stages]

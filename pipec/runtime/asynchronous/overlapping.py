@@ -271,8 +271,8 @@ def refusals(run: Any) -> list[Problem]:
         problems.append(Problem(
             "deferred_batch_norm needs whole minibatches, which overlap here; use plain BatchNorm or GroupNorm"
         ))
-    if run._delay is not None and run._backend_name != "replay":
-        problems.append(Problem("delay= is for backend='replay', where every run is repeatable"))
+    if run._delay is not None and run._backend_name != "replay" and run._party.backend is None:
+        problems.append(Problem("delay= is for backend='replay' in one process, where every run is repeatable"))
     return problems
 
 
