@@ -18,11 +18,11 @@ from models import WIDTH, chain, data, of_modules, options, recipes, same
 from ranks import crew
 from test_ranks_asynchronous import saved as saved_asynchronous
 from test_ranks_asynchronous import trained
-from test_ranks_failure import survived
 from test_ranks_numbers import differences, drawn, jumping, large
 from test_ranks_reduce import clip_tied, replicated, scaled, train_tied
 from test_ranks_saving import alone, resume, save, whole
 from torch import nn
+from traps import survived
 
 import pipec
 from pipec.runtime.distributed import gpu_ranks

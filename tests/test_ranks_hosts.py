@@ -12,10 +12,11 @@ import torch
 from models import chain, data
 from ranks import crew
 from test_ranks_asynchronous import trained
-from test_ranks_failure import CASES, doomed, survived
+from test_ranks_failure import CASES
 from test_ranks_numbers import differences, jumping, read_last
 from torch import nn
 from torch.nn import functional as F
+from traps import doomed, survived
 
 import pipec
 from pipec.runtime.distributed.ranks import Ranks

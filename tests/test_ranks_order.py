@@ -12,9 +12,10 @@ from fake_gpus import on_gpus
 from models import RUNS, chain, data
 from ranks import crew
 from test_ranks_asynchronous import trained
-from test_ranks_failure import CASES, doomed, survived
+from test_ranks_failure import CASES
 from test_ranks_numbers import differences, jumping, read_last
 from test_slices import batch, language
+from traps import doomed, survived
 
 import pipec
 from pipec.ir import Kind

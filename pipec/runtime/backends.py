@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from attrs import evolve
 
-from pipec.errors import RunError
 from pipec.ir import Kind, Plan
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.context import Context
@@ -24,6 +19,7 @@ from pipec.runtime.failure import Failure, describe
 from pipec.runtime.grouped import grouped
 from pipec.runtime.program import Op, Route
 from pipec.runtime.step import Step
+from pipec.runtime.workers import Workers
 
 LOG = logging.getLogger("pipec")
 
@@ -87,33 +83,12 @@ class Threads:
 
     def __init__(self, count: int, name: str, watchdog: float | None = None) -> None:
         """``watchdog``: seconds without any task ending after which a warning says where every device stands."""
-        self.count, self.name, self.watchdog = count, name, watchdog
-        self._jobs: list[SimpleQueue[Job | None]] = []
-        self._threads: list[threading.Thread] = []
-        self._process = -1
-        self._closed = False
-        self._finalizer: Any = None
-
-    def _start(self) -> None:
-        if self._closed:
-            raise RunError("this runner was closed while a step was running")
-        if self._process == os.getpid() and self._jobs:
-            return
-        if self._finalizer is not None:
-            self._finalizer.detach()  # a fork left the parent's threads behind
-        self._process = os.getpid()
-        self._jobs = [SimpleQueue() for _ in range(self.count)]
-        self._finalizer = weakref.finalize(self, _stop, self._jobs)
-        self._threads = [
-            threading.Thread(target=_work, args=(jobs,), name=f"pipec {self.name} device {device}", daemon=True)
-            for device, jobs in enumerate(self._jobs)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.watchdog = watchdog
+        self._workers = Workers([f"pipec {name} device {device}" for device in range(count)], _call)
 
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run all devices at once; a failure of one stops the others, and every worker has ended its part then."""
-        self._start()
+        queues = self._workers.start()
         context = Context.capture()
         jobs = [_Job(device, row, context) for device, row in zip(devices, ops, strict=True)]
         reports: list[tuple[int, BaseException | None]] = []  # a worker's own report, in the order of their ends
@@ -123,7 +98,7 @@ class Threads:
         while pending:
             try:
                 for job in jobs:
-                    self._jobs[job.device.index].put(partial(job.run, reports, wake))
+                    queues[job.device.index].put(partial(job.run, reports, wake))
                 while len(reports) < len(jobs):
                     self._await(wake, devices)
                 pending = False
@@ -152,17 +127,10 @@ class Threads:
 
     def close(self) -> None:
         """End the workers and wait for them."""
-        self._closed = True
-        if self._finalizer is not None:
-            self._finalizer()
-        for thread in self._threads:
-            thread.join()
-        self._jobs, self._threads = [], []
+        self._workers.close()
 
 
 PAYS_FROM = 200_000  # nanoseconds a task takes on average; benchmarks/crossover.py
-
-
 COUNTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -278,18 +246,8 @@ class _Job:
             self.device.run(self.ops)
 
 
-def _work(jobs: SimpleQueue[Job | None]) -> None:
-    # Autocast keeps casts of weights in one cache for all threads, and a thread that leaves its outermost autocast
-    # empties it, also under another that is between two uses of a weight. Workers never leave theirs.
-    torch.autocast_increment_nesting()
-    while True:
-        job = jobs.get()
-        if job is None:
-            return
+def _call(jobs: SimpleQueue[Job | None]) -> bool:
+    job = jobs.get()
+    if job is not None:
         job()
-        del job  # a step's tensors must not live until the next one
-
-
-def _stop(jobs: list[SimpleQueue[Job | None]]) -> None:
-    for queue in jobs:
-        queue.put(None)
+    return job is not None

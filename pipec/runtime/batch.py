@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,9 +57,7 @@ def row_count(spec: Spec, values: Sequence[Any]) -> int | None:
     """
     counts: dict[int, list[str]] = {}
     problems = []
-    for item, value in zip(spec.inputs, values, strict=True):
-        if item.split is None or value is MISSING or value is None:  # None: an input left out, a mask say
-            continue
+    for item, value, dim in _given(spec, values, [item.split for item in spec.inputs]):
         tensors = [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
         if not tensors:
             problems.append(
@@ -75,22 +73,17 @@ def row_count(spec: Spec, values: Sequence[Any]) -> int | None:
                             "is the same for all", item.location)
                 )
                 continue
-            if not -tensor.dim() <= item.split < tensor.dim():
+            if not -tensor.dim() <= dim < tensor.dim():
                 problems.append(
                     Problem(f"input {item.name!r} of shape {tuple(tensor.shape)} cannot be split along dimension "
-                            f"{item.split}; declare it with split=None if it is the same for all", item.location)
+                            f"{dim}; declare it with split=None if it is the same for all", item.location)
                 )
                 continue
-            rows = counts.setdefault(tensor.shape[item.split], [])
+            rows = counts.setdefault(tensor.shape[dim], [])
             if item.name not in rows:
                 rows.append(item.name)
-    if len(counts) > 1:
-        told = ", ".join(f"{'/'.join(names)}: {rows}" for rows, names in counts.items())
-        problems.append(Problem(f"inputs that are split disagree on the number of rows ({told})"))
-    if 0 in counts:
-        problems.append(Problem(f"the minibatch has no row (input {', '.join(counts[0])})"))
-    raise_all(f"pipeline {spec.name!r}", problems, RunError)
-    return next(iter(counts)) if counts else None
+    disagree = "inputs that are split disagree on the number of rows"
+    return _agreed(spec, counts, problems, disagree, "the minibatch has no row")
 
 
 def sequence_length(spec: Spec, values: Sequence[Any]) -> int | None:
@@ -101,20 +94,41 @@ def sequence_length(spec: Spec, values: Sequence[Any]) -> int | None:
     """
     counts: dict[int, list[str]] = {}
     problems = []
-    for item, value in zip(spec.inputs, values, strict=True):
-        if item.slice_dim is None or value is MISSING or value is None:
-            continue
+    for item, value, dim in _given(spec, values, [item.slice_dim for item in spec.inputs]):
         for tensor in (leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)):
-            if not -tensor.dim() <= item.slice_dim < tensor.dim():
+            if not -tensor.dim() <= dim < tensor.dim():
                 problems.append(Problem(f"input {item.name!r} of shape {tuple(tensor.shape)} cannot be cut into slices "
-                                        f"along dimension {item.slice_dim}", item.location))
-            elif item.name not in (names := counts.setdefault(tensor.shape[item.slice_dim], [])):
+                                        f"along dimension {dim}", item.location))
+            elif item.name not in (names := counts.setdefault(tensor.shape[dim], [])):
                 names.append(item.name)
+    disagree = "inputs that are cut into slices disagree on the length of the sequence"
+    return _agreed(spec, counts, problems, disagree, "the sequences have no position")
+
+
+def _given(spec: Spec, values: Sequence[Any], dims: Sequence[int | None]) -> Iterator[tuple[InputSpec, Any, int]]:
+    """The inputs that are cut along a dimension, but for those left out (a mask, say)."""
+    for item, value, dim in zip(spec.inputs, values, dims, strict=True):
+        if dim is not None and value is not MISSING and value is not None:
+            yield item, value, dim
+
+
+def _agreed(
+    spec: Spec, counts: Mapping[int, list[str]], problems: list[Problem], disagree: str, none: str
+) -> int | None:
+    """The one size that inputs have, None without any.
+
+    Args:
+        counts: the names of the inputs of each size.
+        problems: found so far.
+
+    Raises:
+        RunError: listing these, and that inputs disagree or are empty.
+    """
     if len(counts) > 1:
-        told = ", ".join(f"{'/'.join(names)}: {length}" for length, names in counts.items())
-        problems.append(Problem(f"inputs that are cut into slices disagree on the length of the sequence ({told})"))
+        told = ", ".join(f"{'/'.join(names)}: {size}" for size, names in counts.items())
+        problems.append(Problem(f"{disagree} ({told})"))
     if 0 in counts:
-        problems.append(Problem(f"the sequences have no position (input {', '.join(counts[0])})"))
+        problems.append(Problem(f"{none} (input {', '.join(counts[0])})"))
     raise_all(f"pipeline {spec.name!r}", problems, RunError)
     return next(iter(counts)) if counts else None
 

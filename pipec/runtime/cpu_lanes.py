@@ -5,24 +5,21 @@ What GPUs do with streams, without a GPU. For tests, and for whoever wants every
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Sequence
 from contextvars import Context as Variables
 from functools import partial
 from queue import SimpleQueue
 
-import torch
 from attrs import evolve
 
-from pipec.errors import RunError
 from pipec.runtime.channels import Channels, Stopped
 from pipec.runtime.context import Context
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Failure
 from pipec.runtime.lanes import CopyingChannels, Turns, Work, submit_all
 from pipec.runtime.program import Op, Route
+from pipec.runtime.workers import Workers
 
 Item = tuple[Work | None, tuple[threading.Event, ...], threading.Event]
 
@@ -30,8 +27,8 @@ Item = tuple[Work | None, tuple[threading.Event, ...], threading.Event]
 class CpuLane:
     """A queue that one worker thread empties in order."""
 
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[Item | None] = SimpleQueue()
+    def __init__(self, queue: SimpleQueue[Item | None]) -> None:
+        self.queue = queue
 
     def submit(self, work: Work | None, after: Sequence[threading.Event]) -> threading.Event:
         """See :class:`pipec.runtime.lanes.WorkLane`. ``work`` must not raise."""
@@ -41,37 +38,15 @@ class CpuLane:
 
 
 class CpuLanes:
-    """Three persistent worker threads per device, started at the first step and again after a fork."""
+    """Three persistent worker threads per device."""
 
     def __init__(self, devices: int, name: str) -> None:
-        self._devices, self._name = devices, name
-        self._lanes: list[CpuLane] = []
-        self._threads: list[threading.Thread] = []
-        self._process = -1
-        self._closed = False
-        self._finalizer: weakref.finalize[[list[CpuLane]], CpuLanes] | None = None
+        self._workers = Workers([f"pipec {name} lane {number}" for number in range(3 * devices)], _do)
         self._turns = Turns()
-
-    def _start(self) -> None:
-        if self._closed:
-            raise RunError("this runner was closed while a step was running")
-        if self._process == os.getpid() and self._lanes:
-            return
-        if self._finalizer is not None:
-            self._finalizer.detach()  # a fork left the parent's threads behind
-        self._process = os.getpid()
-        self._lanes = [CpuLane() for _ in range(3 * self._devices)]
-        self._finalizer = weakref.finalize(self, _stop, self._lanes)
-        self._threads = [
-            threading.Thread(target=_empty, args=(lane.queue,), name=f"pipec {self._name} lane {number}", daemon=True)
-            for number, lane in enumerate(self._lanes)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def run(self, devices: Sequence[Device], ops: Sequence[Sequence[Op]], channels: Channels) -> Failure | None:
         """Run all lanes at once; when a task fails, those after it do nothing, and every worker has ended its part."""
-        self._start()
+        lanes = [CpuLane(queue) for queue in self._workers.start()]
         failures: list[Failure] = []
         step = _Running(devices, channels, Context.capture(), failures)
         ends: list[threading.Event] = []
@@ -79,7 +54,7 @@ class CpuLanes:
         while pending:
             try:
                 if not ends:
-                    ends = submit_all(self._turns.of(devices[0].step.plan, ops), self._lanes, step.work)
+                    ends = submit_all(self._turns.of(devices[0].step.plan, ops), lanes, step.work)
                 for end in ends:
                     end.wait()
                 pending = False
@@ -95,12 +70,7 @@ class CpuLanes:
 
     def close(self) -> None:
         """End the workers and wait for them."""
-        self._closed = True
-        if self._finalizer is not None:
-            self._finalizer()
-        for thread in self._threads:
-            thread.join()
-        self._lanes, self._threads = [], []
+        self._workers.close()
 
 
 class _Running:
@@ -134,21 +104,15 @@ class _Running:
             self.devices[op.device].run((op,))
 
 
-def _empty(queue: SimpleQueue[Item | None]) -> None:
-    torch.autocast_increment_nesting()  # see backends: a worker never leaves its outermost autocast
-    while True:
-        item = queue.get()
-        if item is None:
-            return
-        work, after, done = item
-        for event in after:
-            event.wait()
-        if work is not None:
-            work()
-        del work, item  # a step's tensors must not live until the next one
-        done.set()
-
-
-def _stop(lanes: list[CpuLane]) -> None:
-    for lane in lanes:
-        lane.queue.put(None)
+def _do(queue: SimpleQueue[Item | None]) -> bool:
+    item = queue.get()
+    if item is None:
+        return False
+    work, after, done = item
+    for event in after:
+        event.wait()
+    if work is not None:
+        work()
+    del work, item  # a step's tensors must not live until the next one
+    done.set()
+    return True

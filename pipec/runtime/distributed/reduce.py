@@ -75,21 +75,22 @@ class Reducer:
 
     def _begin(self) -> None:
         """Make room for what other ranks send, and expect it."""
-        for number, one in enumerate(self._tied):
-            if not self._held(one):
-                continue
-            for stage in one.stages:
-                if self._devices[stage] != self._me:
-                    place = place_of(self._accumulators[stage].parameters, one.parameter)
-                    buffers = [torch.zeros(1), torch.empty(one.parameter.shape, dtype=one.parameter.dtype)]
-                    part = Part(stage, place, self._devices[stage], buffers)
-                    part.works = [
-                        self._groups.pipeline.recv([b], part.device, self._tag(number, stage)) for b in buffers
-                    ]
-                    self._parts.append(part)
+        for number, stage, one in self._expected():
+            place = place_of(self._accumulators[stage].parameters, one.parameter)
+            buffers = [torch.zeros(1), torch.empty(one.parameter.shape, dtype=one.parameter.dtype)]
+            part = Part(stage, place, self._devices[stage], buffers)
+            part.works = [self._groups.pipeline.recv([b], part.device, self._tag(number, stage)) for b in buffers]
+            self._parts.append(part)
 
-    def _held(self, one: Tied) -> bool:
-        return one.parameter.requires_grad and any(self._devices[stage] == self._me for stage in one.stages)
+    def _expected(self) -> Iterator[tuple[int, int, Tied]]:
+        """What other ranks send to this one: the sum of a stage of theirs for a parameter held here, and its number."""
+        for number, one in enumerate(self._tied):
+            if one.parameter.requires_grad and any(self._devices[stage] == self._me for stage in one.stages):
+                yield from ((number, stage, one) for stage in one.stages if self._devices[stage] != self._me)
+
+    def _holders(self, one: Tied) -> list[int]:
+        """The other ranks that hold a parameter."""
+        return sorted({self._devices[stage] for stage in one.stages} - {self._me})
 
     def _tag(self, number: int, stage: int) -> int:
         return TAG + number * len(self._devices) + stage
@@ -112,7 +113,7 @@ class Reducer:
         for number, one, total in owed(self._tied, self._accumulators, stage, failed):
             buffers = [torch.tensor([float(total is not None)]),
                        torch.zeros_like(one.parameter) if total is None else total.contiguous()]
-            for device in sorted({self._devices[s] for s in one.stages} - {self._me}):
+            for device in self._holders(one):
                 for buffer in buffers:
                     work = self._groups.pipeline.send([buffer], device, self._tag(number, stage))
                     self._sends.append((work, buffer))

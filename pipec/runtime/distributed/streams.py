@@ -159,10 +159,8 @@ class RankStreams:
         return True
 
 
-class StreamDevice(RankDevice):
-    """The device of a rank with streams."""
-
-    __slots__ = ("_streams",)
+class Queued(Device):
+    """A device that queues its tasks on the streams of its rank."""
 
     def __init__(self, streams: RankStreams, *args: Any) -> None:
         self._streams = streams
@@ -172,18 +170,16 @@ class StreamDevice(RankDevice):
         self._streams.run(self, ops)
 
 
-class StreamOverlappedDevice(RankOverlappedDevice):
+class StreamDevice(Queued, RankDevice):
+    """The device of a rank with streams."""
+
+
+class StreamOverlappedDevice(Queued, RankOverlappedDevice):
     """The same in an asynchronous plan."""
-
-    __slots__ = ("_streams",)
-
-    def __init__(self, streams: RankStreams, *args: Any) -> None:
-        self._streams = streams
-        super().__init__(*args)
 
     def run(self, ops: Any) -> None:
         """Queue tasks in order, then take in what later segments read."""
-        self._streams.run(self, ops)
+        super().run(ops)
         with self._streams.api.on(self._streams.compute, what="receives for later"):
             self.take_in()
 

@@ -161,15 +161,10 @@ class Totals(Reducer):
 
     def _begin(self) -> None:
         """Expect what other ranks say about their sums."""
-        for number, one in enumerate(self._tied):
-            if not self._held(one):
-                continue
-            for stage in one.stages:
-                if self._devices[stage] != self._me:
-                    has, values = torch.zeros(1), empty(one.parameter)
-                    tag = self._tag(number, stage)
-                    told = self._groups.pipeline.recv([has], self._devices[stage], tag)
-                    self._given.append(Given(number, stage, self._devices[stage], False, has, values, told))
+        for number, stage, one in self._expected():
+            has, values = torch.zeros(1), empty(one.parameter)
+            told = self._groups.pipeline.recv([has], self._devices[stage], self._tag(number, stage))
+            self._given.append(Given(number, stage, self._devices[stage], False, has, values, told))
 
     def start(self, stage: int, failed: bool = False) -> None:
         """Begin the REDUCE of ``stage``; after a failure only so that others come to their end."""
@@ -195,7 +190,7 @@ class Totals(Reducer):
             values = empty(one.parameter)
             values.zero_() if total is None else values.copy_(total)
             moving = self._road.leaving(f"sum {number} of {stage}", values)
-            for device in sorted({self._devices[s] for s in one.stages} - {self._me}):
+            for device in self._holders(one):
                 told = self._groups.pipeline.send([has], device, self._tag(number, stage))
                 self._given.append(Given(number, stage, device, True, has, values, told, moving))
 
