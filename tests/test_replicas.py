@@ -137,14 +137,17 @@ def test_every_task_computes_with_its_own_devices_copy(again: bool) -> None:
     assert same(gradients(mine), gradients(theirs))
 
 
-def test_three_users_on_two_devices_share_one_replica() -> None:
+def test_three_users_on_two_devices_share_one_replicas_memory() -> None:
     mine, theirs = three(shared=(0, 1, 2)), three(shared=(0, 1, 2))
     plan = pipec.compile(mine, 3, 2, placement=[0, 1, 2])
     streams = StreamLanes(backend(3).api, [torch.device("cpu:0"), torch.device("cpu:1"), torch.device("cpu:1")])
     with pipec.Runner(mine, plan, backend=streams) as run:
         run.step(**data(4))
         assert streams.replicas is not None
-        assert [(one.owner, one.user) for one in streams.replicas.made] == [(0, 1)]
+        first, second = streams.replicas.made
+        assert [(one.owner, one.user, one.sent) for one in (first, second)] == [(0, 1, True), (0, 2, False)]
+        assert first.tensor is not second.tensor
+        assert first.tensor.data_ptr() == second.tensor.data_ptr() != first.parameter.data_ptr()
     assert problems(plan, recorded(streams)) == []
     pipec.reference(theirs, 2).step(**data(4))
     assert same(gradients(mine), gradients(theirs))

@@ -9,6 +9,10 @@ is a replica, which stands in their modules while a task of theirs is queued, an
 * A stage's gradients of its replicas are added up over the microbatches on its own device; its REDUCE carries the sum
   to the owner's. When all tasks have ended the sums of the stages are added there in ascending order, as everywhere
   (see :mod:`.gradients`).
+
+Logical devices that share a GPU share the memory, the parameter's own or one replica's, but each has a leaf of its own:
+autograd ties what takes the gradients of a leaf to one stream, so a leaf in common would make one compute stream wait
+for the other.
 """
 
 from __future__ import annotations
@@ -30,19 +34,23 @@ from pipec.tree import tree_map
 
 @define(eq=False)
 class Replica:
-    """A shared parameter's copy on one other GPU.
+    """What stands for a shared parameter on another logical device than its owner's.
 
     Attributes:
         parameter: the user's own.
-        tensor: the copy, a leaf.
-        owner, user: stages: the one that holds ``parameter``, and the first that computes with the copy.
-        device: of the copy.
+        tensor: a leaf.
+        owner, user: stages: the one that holds ``parameter``, and the first that computes with ``tensor``.
+        device: the real one of ``tensor``.
+        apart: whether that is another than the parameter's.
+        base: another replica on that GPU, whose memory this one shares.
     """
 
     parameter: Tensor
     owner: int
     user: int
     device: torch.device
+    apart: bool = True
+    base: Replica | None = None
     tensor: Tensor = field(init=False)
     _hook: Any = None
 
@@ -52,7 +60,7 @@ class Replica:
     def refresh(self) -> None:
         """Follow what the script did to the parameter between two steps: its type, its shape, frozen or not."""
         own, now = self.parameter, self.tensor
-        if (own.shape, own.dtype) != (now.shape, now.dtype):
+        if (own.shape, own.dtype) != (now.shape, now.dtype) or not (self.sent or _same_memory(self._source, now)):
             self._make()
         elif own.requires_grad != now.requires_grad:
             now.requires_grad_(own.requires_grad)
@@ -62,10 +70,27 @@ class Replica:
         if own.requires_grad and own._backward_hooks:  # not else: a parameter with a hook has no backward in halves
             self._hook = self.tensor.register_hook(hooks_of(own))  # type: ignore[no-untyped-call]
 
+    @property
+    def sent(self) -> bool:
+        """Whether it has memory of its own, which values are sent to."""
+        return self.apart and self.base is None
+
+    @property
+    def _source(self) -> Tensor:
+        return self.parameter if self.base is None else self.base.tensor
+
     def _make(self) -> None:
         with torch.inference_mode(False):  # an evaluation may be the first to see a new type
-            made = torch.empty_like(self.parameter, device=self.device, requires_grad=False)
+            nothing = torch.empty(0, dtype=self.parameter.dtype, device=self.device)
+            if self.sent:
+                made = torch.empty_like(self.parameter, device=self.device, requires_grad=False)
+            else:  # at first the parameter is still to be moved there
+                made = self._source.detach() if self._source.device == nothing.device else nothing
             self.tensor = nn.Parameter(made, requires_grad=self.parameter.requires_grad)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 def hooks_of(parameter: Tensor) -> Callable[[Tensor], Tensor]:
@@ -150,8 +175,8 @@ class Replicas:
 
     def check(self, plan: Plan) -> None:
         """Raise RunError for a plan that has no use for replicas."""
-        if plan.asynchronous:
-            one = self.made[0]
+        one = next((one for one in self.made if one.apart), None)
+        if plan.asynchronous and one is not None:
             names = " and ".join(repr(plan.graph.stages[stage].name) for stage in (one.owner, one.user))
             raise RunError(f"stages {names} share a parameter but run on different GPUs; {no_versions(plan)}; {PLACE}")
 
@@ -159,14 +184,16 @@ class Replicas:
         """What is to be sent by (logical device of the owner, of the first that reads it)."""
         found: dict[tuple[int, int], list[Replica]] = {}
         for one in self.made:
-            found.setdefault((self.homes[one.owner], self.homes[one.user]), []).append(one)
+            if one.sent:
+                found.setdefault((self.homes[one.owner], self.homes[one.user]), []).append(one)
         return found
 
     def readers(self, sent: Sequence[Replica]) -> list[int]:
         """Stages that compute with one of these."""
         among = {id(one) for one in sent}
         return [
-            stage for stage, own in self.stand_ins.items() if any(id(one) in among for one in own.replicas.values())
+            stage for stage, own in self.stand_ins.items()
+            if any(id(one) in among or id(one.base) in among for one in own.replicas.values())
         ]
 
     def leaves(self, trained: Sequence[list[Tensor]]) -> list[list[Tensor]]:
@@ -177,15 +204,15 @@ class Replicas:
         ]
 
     def owed(self, stage: int, sums: Accumulator) -> Iterator[tuple[int, Replica, Tensor]]:
-        """What a stage's REDUCE carries: place among its parameters, replica, sum. Places without a gradient name the
-        user's parameter from now on."""
+        """What a stage's REDUCE carries: place among its parameters, replica, sum. Places from which nothing is to be
+        carried name the user's parameter from now on."""
         by_tensor = {id(one.tensor): one for one in self.stand_ins[stage].replicas.values()}
         for place, parameter in enumerate(sums.parameters):
             one = by_tensor.get(id(parameter))
             if one is None:
                 continue
             total = sums.sums[place]
-            if total is None:
+            if total is None or not one.apart:
                 sums.parameters[place] = one.parameter
             elif total.layout is not torch.strided:
                 raise RunError(
@@ -197,11 +224,14 @@ class Replicas:
                 yield place, one, total
 
 
-def replicate(stages: Sequence[Stage], where: Sequence[torch.device], plan: Plan) -> Replicas | None:
+def replicate(
+    stages: Sequence[Stage], where: Sequence[torch.device], plan: Plan, streams: bool = True
+) -> Replicas | None:
     """Replicas of what stages on different devices share; None where they share nothing.
 
     Args:
         where: per stage its real device.
+        streams: whether logical devices that share a GPU have streams of their own.
 
     Raises:
         RunError: the plan is asynchronous, or does not know that stages share a trained parameter.
@@ -210,37 +240,46 @@ def replicate(stages: Sequence[Stage], where: Sequence[torch.device], plan: Plan
     for stage in sorted(stages, key=lambda stage: not plan.graph.stages[stage.index].backward):
         for name, parameter in parameters_of(stage):
             owners.setdefault(id(parameter), (stage.index, name))
-    made: dict[tuple[int, torch.device], Replica] = {}
+    homes = [plan.stage_device(s) for s in range(len(stages))]
+    made: dict[tuple[int, int], Replica] = {}
+    there: dict[tuple[int, torch.device], Replica] = {}  # those with memory of their own
     own: dict[int, dict[int, Replica]] = {}
     problems = []
     for stage, device in zip(stages, where, strict=True):
         for name, parameter in parameters_of(stage):
             owner, its_name = owners[id(parameter)]
-            if where[owner] == device:
+            apart = where[owner] != device
+            if homes[owner] == homes[stage.index]:
                 continue
-            told = f"stages {stages[owner].name!r} and {stage.name!r} share {its_name!r} ({name!r} there)"
-            problem = _refusal(plan, owner, stage, parameter)
+            trains = any(parameter is one for _, one in stage.named_parameters())
+            problem = _refusal(plan, owner, stage.index, trains)
+            if not apart and (problem or not trains or not streams):
+                continue  # as it is
             if problem:
+                told = f"stages {stages[owner].name!r} and {stage.name!r} share {its_name!r} ({name!r} there)"
                 problems.append(Problem(f"{told} but run on {where[owner]} and {device}; {problem}",
                                         stage.spec.location))
                 continue
-            if (id(parameter), device) not in made:
-                made[id(parameter), device] = Replica(parameter, owner, stage.index, device)
-            own.setdefault(stage.index, {})[id(parameter)] = made[id(parameter), device]
+            key = id(parameter), homes[stage.index]
+            if key not in made:
+                base = there.get((id(parameter), device)) if apart else None
+                made[key] = one = Replica(parameter, owner, stage.index, device, apart, base)
+                if one.sent:
+                    there[id(parameter), device] = one
+            own.setdefault(stage.index, {})[id(parameter)] = made[key]
     raise_all("devices", problems, RunError)
     if not made:
         return None
     stand_ins = {number: StandIn(stages[number], replicas) for number, replicas in own.items()}
-    return Replicas(list(made.values()), stand_ins, [plan.stage_device(s) for s in range(len(stages))])
+    return Replicas(list(made.values()), stand_ins, homes)
 
 
-def _refusal(plan: Plan, owner: int, stage: Stage, parameter: Tensor) -> str:
+def _refusal(plan: Plan, owner: int, stage: int, trains: bool) -> str:
     """Why two stages on different GPUs cannot share a parameter."""
     if plan.asynchronous:
         return f"{no_versions(plan)}; {PLACE}"
-    both = all(plan.graph.stages[one].backward for one in (owner, stage.index))
-    trains = any(parameter is one for _, one in stage.named_parameters())
-    if trains and both and owner not in plan.graph.stages[stage.index].tied:
+    both = all(plan.graph.stages[one].backward for one in (owner, stage))
+    if trains and both and owner not in plan.graph.stages[stage].tied:
         return ("the plan has no REDUCE for it, since they did not share it, or were not made yet, when it was "
                 f"compiled; make the modules and tie them first, or {PLACE}")
     return ""

@@ -40,6 +40,7 @@ from pipec.runtime.spread import Spread
 from pipec.runtime.stages import Stage, bind, check_means, training_flags
 from pipec.runtime.state import Stateful
 from pipec.runtime.step import Batch, Probe, Step
+from pipec.runtime.stream_lanes import StreamLanes
 from pipec.runtime.trace import measured
 from pipec.timeline import Timeline
 
@@ -142,7 +143,7 @@ class Runner(Overlapping, Stateful):
         replicas: Replicas | None = None
         if (devices := self._real or getattr(backend, "devices", None)) is not None:  # recorded streams have their own
             where = homes(plan, devices)
-            replicas = replicate(self.stages, where, plan)
+            replicas = replicate(self.stages, where, plan, backend is None or isinstance(backend, str | StreamLanes))
             self._party = Spread(replicas) if replicas is not None else self._party
         if self._real is not None:
             place_stages(self.stages, where, replicas)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import pytest
@@ -89,6 +91,31 @@ def test_whatever_is_shared(real: int) -> None:
     assert same(host(gradients(mine)), gradients(theirs))
 
 
+@pytest.mark.parametrize("where", [["standin:0"] * 4, ["standin:0", "standin:1", "standin:1", "standin:0"]])
+def test_each_logical_device_has_a_leaf_of_its_own(where: list[str]) -> None:
+    """In the memory that its GPU has. Of a leaf in common autograd warns that its streams wait for one another."""
+    net = tied()
+    plan = pipec.compile(net, 4, 3)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(), pipec.Runner(net, plan, devices=where) as run:
+            warnings.simplefilter("error")
+            run.step(**WORDS)
+            for stage in net.spec.stages:
+                for parameter in stage.fn.parameters():  # type: ignore[union-attr]
+                    parameter.data = parameter.data.clone()
+            run.step(**WORDS)
+            replicas = run._backend.replicas.made
+    finally:
+        torch.set_warn_always(False)
+    one = next(one for one in replicas if one.owner == 0)
+    assert not one.apart
+    assert one.tensor is not one.parameter
+    assert one.tensor.data_ptr() == one.parameter.data_ptr()
+    if where[1] == "standin:1":
+        assert sorted(other.owner for other in replicas if not other.apart) == [0, 1]
+
+
 def test_clipping_scaling_and_going_on_from_a_checkpoint() -> None:
     found, saved = [], None
     for where in (None, devices(3, 3), devices(3, 2)):
@@ -134,6 +161,7 @@ def test_a_failed_step_loses_nothing() -> None:
 
 
 def test_memory_does_not_grow_from_step_to_step() -> None:
+    gc.collect()  # what other tests have left
     net = three()
     with pipec.Runner(net, pipec.compile(net, 3, 2), devices=devices(3, 3)) as run:
         seen = []
