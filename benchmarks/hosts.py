@@ -38,8 +38,8 @@ from pipec.schedules import SCHEDULES
 
 HOSTS = ("pipec-a", "pipec-b")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-PORT, DEVICES, MICROBATCHES, WIDTH = 29563, 2, 8, 32
-SIZES = ((64, "8 KiB"), (2048, "1 MiB"))  # width of a value with 32 rows
+PORT, DEVICES, MICROBATCHES, WIDTH = 29563, 2, 8, 64
+SIZES = ((32, "8 KiB"), (4096, "1 MiB"), (32768, "8 MiB"))  # rows of a value, and its size
 READY, PATIENCE = "runs", 300.0
 
 # -- on a host ------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def pipeline(stages: int, width: int) -> pipec.Pipeline:
     value, y = net.input("x"), net.input("y")
     first = None
     for number in range(stages):
-        inner = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        inner = nn.Sequential(nn.Linear(width, width), nn.ReLU())
         value = net.stage(f"s{number}", inner, value)
         first = value if first is None else first
     value = net.stage("sum", torch.add, value, pipec.skip(first))
@@ -88,20 +88,18 @@ def numbers() -> None:
 
 def times() -> None:
     """Steps of small tasks, with values of several sizes."""
-    for width, size in SIZES:
+    for rows, size in SIZES:
         runs = {}
         for name, ways in (("sockets", Ranks.ways), ("gloo", ())):
             before, Ranks.ways = Ranks.ways, ways
-            net = pipeline(2, width)
+            net = pipeline(2, WIDTH)
             runs[name] = pipec.Runner(net, pipec.compile(net, DEVICES, MICROBATCHES, "1f1b"))
             Ranks.ways = before
-        way = runs["sockets"].transport
-        if way != "sockets":
-            raise SystemExit(f"values travel through {way}")
-        rows = 32 if width < 1024 else 128
-        x = torch.randn(rows * MICROBATCHES, width)
+        if runs["sockets"].transport != "sockets":
+            raise SystemExit(f"values travel through {runs['sockets'].transport}")
+        x = torch.randn(rows * MICROBATCHES, WIDTH)
         took: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(12 if width < 1024 else 7):
+        for _ in range(12 if rows < 10_000 else 6):
             for name, run in runs.items():
                 dist.barrier()
                 begin = time.perf_counter()

@@ -150,6 +150,16 @@ def test_what_was_sent_is_free_at_the_end_of_a_run() -> None:
             assert all(bool((value == 1).all()) for value in got)
 
 
+def test_what_nobody_else_holds_lives_until_it_is_written() -> None:
+    with pair(4, timeout=20.0, far=True) as made:
+        one, two = made.channels()
+        for number in range(4):
+            one.send((0, 1), 0, torch.full((8 << 20,), number, dtype=torch.uint8))
+        for number in range(4):
+            assert bool((two.receive((0, 1))[1] == number).all())
+        one.finish()
+
+
 def test_a_value_that_was_received_is_the_readers_own() -> None:
     with pair(1, far=True) as made:
         first = made.step([torch.zeros(5)])[0]

@@ -163,13 +163,12 @@ class Line:
     def _writes(self, jobs: SimpleQueue[Parts | None]) -> None:
         while (parts := jobs.get()) is not None:
             views = parts.views if self._failed is None else []
-            del parts
             try:
                 while views:
                     views = behind(views, self._socket.sendmsg(views[:PARTS]))
             except OSError as error:
                 self._failed = error
-            del views
+            del parts, views  # only now: the tensors hold the memory that was written from
             with self._lock:
                 self._left -= 1
                 idle = not self._left
