@@ -13,7 +13,7 @@ from fake_gpus import FakeGpus, on_gpus, there
 from models import RUNS, WIDTH, data, same
 from test_lanes import Join, skipping
 from test_ranks_asynchronous import compare, pair
-from test_ranks_gloo import apart
+from test_ranks_hosts import apart
 from test_ranks_numbers import differences
 from test_ranks_streams import calls_of
 from test_streams import order_of
