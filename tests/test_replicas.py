@@ -17,11 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import pipec
 from pipec.ir import Kind
-from pipec.runtime.backends import Replay
-from pipec.runtime.choose import make_backend
-from pipec.runtime.placement import homes, place_stages
-from pipec.runtime.replicas import replicate
-from pipec.runtime.stages import bind
 from pipec.runtime.stream_lanes import StreamLanes
 from pipec.runtime.stream_proof import problems
 
@@ -32,7 +27,7 @@ WORDS: dict[str, Any] = {"ids": torch.arange(8) % 7, "y": torch.arange(8) % 10}
 
 def trained(
     net: pipec.Pipeline, plan: pipec.Plan, streams: StreamLanes, make: Callable[[Any], Any], steps: int = 3,
-    batch: dict[str, Any] = WORDS, **options: Any,
+    fed: dict[str, Any] = WORDS, **options: Any,
 ) -> list[Any]:
     """Losses of some steps; the calls of each are proved. Two evaluations stand between."""
     losses = []
@@ -40,29 +35,29 @@ def trained(
     with pipec.Runner(net, plan, backend=streams, optimizer=own if plan.update else None, **options) as run:
         assert streams.replicas is not None
         for _ in range(steps):
-            losses.append(run.step(**batch).loss)
+            losses.append(run.step(**fed).loss)
             calls = recorded(streams)
             if plan.update is None:
                 assert problems(plan, calls) == []
                 own.step()
                 own.zero_grad()
-            losses.append(run.evaluate(**batch).loss)
+            losses.append(run.evaluate(**fed).loss)
             recorded(streams)
         assert all(one.tensor.grad is None for one in streams.replicas.made)
     return losses
 
 
-def looped(net: pipec.Pipeline, make: Callable[[Any], Any], steps: int = 3, batch: dict[str, Any] = WORDS,
+def looped(net: pipec.Pipeline, make: Callable[[Any], Any], steps: int = 3, fed: dict[str, Any] = WORDS,
            microbatches: int = 3) -> list[Any]:
     """The same by the plain loop."""
     losses, loop, own = [], pipec.reference(net, microbatches), make(parameters(net))
     whole = pipec.compile(net, 1, microbatches)
     for _ in range(steps):
-        losses.append(loop.step(**batch).loss)
+        losses.append(loop.step(**fed).loss)
         own.step()
         own.zero_grad()
         with pipec.Runner(net, whole, backend="replay") as run:
-            losses.append(run.evaluate(**batch).loss)
+            losses.append(run.evaluate(**fed).loss)
     return losses
 
 
@@ -359,67 +354,3 @@ def test_every_wait_around_replicas_counts() -> None:
     at = next(number for number, call in enumerate(late) if call.what == "2F0")
     moved = [*late[: at + 1], next(c for c in calls if c.what == "parameters of 0 for 2"), *late[at + 1 :]]
     assert "2F0 does not wait for parameters of 0 for 2" in problems(plan, moved)
-
-
-# -- what is refused -----------------------------------------------------------------------------------------------
-
-
-def placed(net: pipec.Pipeline, plan: pipec.Plan) -> None:
-    where = homes(plan, [torch.device(f"cpu:{number}") for number in range(plan.devices)])
-    stages = bind(net.spec)
-    place_stages(stages, where, replicate(stages, where, plan))
-
-
-def test_shared_buffers_are_refused() -> None:
-    shared = nn.BatchNorm1d(WIDTH)
-    net = pipec.Pipeline("net")
-    value = net.stage("b", shared, net.stage("a", shared, net.input("x")))
-    net.loss("mse", F.mse_loss, value, net.input("y"))
-    with pytest.raises(pipec.RunError, match=r"stages 'a' and 'b' share 'running_mean'.*give each its own"):
-        placed(net, pipec.compile(net, 2, 1))
-
-
-def test_asynchronous_plans_are_refused() -> None:
-    net = three(frozen=True)
-    plan = pipec.compile(net, 3, 2, "pipedream", update="stage")
-    with pytest.raises(pipec.RunError, match=r"'s0' and 's2' share 'weight'.*'pipedream' reads several versions"):
-        placed(net, plan)
-    warm = pipec.compile(net, 3, 2, update="stage")
-    streams = backend(3)
-    with pipec.Runner(net, warm, backend=streams, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as run:
-        run.step(**data(4))
-        with pytest.raises(pipec.RunError, match=r"'s0' and 's2' share a parameter but run on different GPUs"):
-            run.switch(plan)
-        run.step(**data(4))
-
-
-def test_what_was_tied_after_compiling_is_refused() -> None:
-    net = three(shared=(0,))
-    plan = pipec.compile(net, 3, 2)
-    net.spec.stages[2].fn.weight = net.spec.stages[0].fn.weight
-    with pytest.raises(pipec.RunError, match=r"stages 's0' and 's2' share 'weight'.*no REDUCE for it"):
-        placed(net, plan)
-    assert net.spec.stages[0].fn.weight.device.type == "cpu"
-
-
-def test_a_sparse_gradient_is_refused_and_nothing_is_lost() -> None:
-    torch.manual_seed(0)
-    table = nn.Embedding(10, WIDTH, sparse=True)
-    net = pipec.Pipeline("sparse")
-    ids = net.input("ids")
-    net.loss("sum", lambda a, b: (a * b).mean(), net.stage("b", lambda p, t, i: F.embedding(i, p, sparse=True) + t,
-             net.stage("a", table, ids), pipec.skip(ids), params=table.weight), net.input("y"))
-    with pipec.Runner(net, pipec.compile(net, 2, 2), backend=backend(2)) as run, pytest.raises(
-        pipec.RunError, match=r"stage 'b' shares with a stage on another GPU has the layout torch.sparse_coo"
-    ):
-        run.step(ids=torch.arange(4), y=torch.ones(4, WIDTH))
-    assert table.weight.grad is None
-
-
-def test_a_ready_backend_without_streams_is_refused() -> None:
-    net = three()
-    plan = pipec.compile(net, 3, 2)
-    where = [torch.device(f"cpu:{number}") for number in range(3)]
-    replicas = replicate(bind(net.spec), where, plan)
-    with pytest.raises(pipec.RunError, match="share parameters, whose replicas only backend='cuda' keeps; got"):
-        make_backend(Replay(), "three", 3, None, where, replicas)

@@ -280,8 +280,8 @@ def _refusal(plan: Plan, owner: int, stage: int, trains: bool) -> str:
         return f"{no_versions(plan)}; {PLACE}"
     both = all(plan.graph.stages[one].backward for one in (owner, stage))
     if trains and both and owner not in plan.graph.stages[stage].tied:
-        return ("the plan has no REDUCE for it, since they did not share it, or were not made yet, when it was "
-                f"compiled; make the modules and tie them first, or {PLACE}")
+        return ("the plan has no REDUCE for it, since they did not share it, or were not made yet, when the pipeline "
+                f"was first compiled; tie made modules before that, or {PLACE}")
     return ""
 
 
