@@ -291,6 +291,8 @@ class StreamChannels(Channels):
         start = self._api.mark(out.stream)
         with self._api.on(into.stream, out.stream, what=name):
             fill(pairs)
+        if any(core.device.type != out.device.type for _, core in pairs):  # from the host: the other device copies it
+            out.after([self._api.record(into.stream)])
         self.spent = start, self._api.mark(out.stream)
         self._arrived[route].append((slot, name, made))
 
