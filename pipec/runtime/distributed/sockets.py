@@ -29,7 +29,7 @@ SIZE = struct.Struct("<q")
 PARTS = 512  # buffers given to the kernel at once
 SMALL = 1 << 18  # bytes: what is left of less is copied, so that its memory is free again
 
-AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)
+AT_ONCE, WHOLE = getattr(socket, "MSG_DONTWAIT", 0), getattr(socket, "MSG_WAITALL", 0)
 
 
 class Arrival(NamedTuple):
@@ -251,7 +251,7 @@ class Line:
         while fetches.get():
             try:
                 while True:
-                    found = self._read(0)
+                    found = self._read(WHOLE)
                     self._came.append(found)
                     if found.status <= last:
                         break
