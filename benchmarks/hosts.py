@@ -6,9 +6,9 @@ host.
 Needs Linux, root and iproute2. Each host has its own network, host name, System V memory and folder for temporary
 files; a pair of virtual interfaces connects them, slowed to the given rate, and by the delay where the kernel has
 netem. torchrun starts one node on each. Every schedule runs three steps over them and, in the same processes, on
-threads: losses must be the same bits. Steps are timed once through sockets and once through gloo. Then the processes of
-the second host are killed in the middle of a run, and the first one must name its rank. Everything made for this is
-removed at the end.
+threads: losses must be the same bits. Steps are timed through sockets and through gloo, in turns. Then the processes of
+one host are killed in the middle of a run, and the other one must name its rank. Everything made for this is removed at
+the end.
 """
 
 from __future__ import annotations
@@ -199,8 +199,9 @@ def stop(one: subprocess.Popen[str]) -> None:
     one.wait()
 
 
-def lost(folder: str, same_name: bool) -> str:
-    """What the first host says when the second one's processes are killed."""
+def lost(folder: str, same_name: bool, gone: int) -> str:
+    """What one host says when the other one's processes are killed."""
+    left = 1 - gone
     nodes = [node(number, "forever", folder, same_name) for number in (0, 1)]
     notes = [Path(folder, f"{READY}{rank}") for rank in (0, 1)]
     try:
@@ -212,16 +213,18 @@ def lost(folder: str, same_name: bool) -> str:
                 raise SystemExit("\n".join(one.communicate()[0] for one in nodes))
             time.sleep(0.1)
         begin = time.monotonic()
-        os.kill(int(notes[1].read_text()), signal.SIGKILL)
-        stop(nodes[1])
-        told = nodes[0].communicate(timeout=60)[0]
+        os.kill(int(notes[gone].read_text()), signal.SIGKILL)
+        stop(nodes[gone])
+        told = nodes[left].communicate(timeout=60)[0]
         took = time.monotonic() - begin
     finally:
         for one in nodes:
             stop(one)
-    found = [line for line in told.splitlines() if "RankError: rank 1 has ended" in line]
+    for note in notes:
+        note.unlink()
+    found = [line for line in told.splitlines() if f"RankError: rank {gone} has ended" in line]
     if not found:
-        raise SystemExit(f"the first host does not name rank 1:\n{told}")
+        raise SystemExit(f"the other host does not name rank {gone}:\n{told}")
     return f"{found[0].strip()} ({took:.1f} s after it was killed)"
 
 
@@ -243,8 +246,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pipec-hosts-") as folder, hosts(options.rate, options.delay) as link:
         print(f"two hosts, {link}")
         for part in options.parts:
-            said = lost(folder, options.same_name) if part == "lost" else both(part, folder, options.same_name)
-            print(said.strip())
+            if part == "lost":
+                for gone in (1, 0):  # the second one has torch.distributed's store
+                    print(lost(folder, options.same_name, gone))
+            else:
+                print(both(part, folder, options.same_name).strip())
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pipec.ir import Kind
 from pipec.runtime.borders import Packed, Parcel, pack
 from pipec.runtime.channels import Stopped
 from pipec.runtime.distributed.backend import traffic
-from pipec.runtime.distributed.channels import AHEAD, PENDING, RankChannels
-from pipec.runtime.distributed.wire import Frame, as_bytes, fits, frame_of
+from pipec.runtime.distributed.channels import AHEAD, PENDING, SMALL, RankChannels
+from pipec.runtime.distributed.wire import JOINT, Frame, as_bytes, fits, frame_of
 from pipec.runtime.program import build_program
 
 
@@ -216,13 +216,18 @@ def test_gradients_arrive_with_what_is_waiting() -> None:
 
 
 def test_receives_are_posted_for_what_is_in_flight() -> None:
-    """Two per sender ahead of what has arrived, however many microbatches there are."""
+    """A few per sender ahead of what has arrived, fewer of large ones, however many microbatches there are."""
     pair = Pair(32)
     pair.step([pack(base(4))] * 32)
     assert pair.post.most == AHEAD + 1  # the form that follows the first messages
     pair.post.most = 0
     pair.step([pack(base(4))] * 32)
-    assert pair.post.most == AHEAD
+    assert pair.post.most == SMALL
+    large = torch.ones(JOINT // 4 + 1)
+    pair.step([large] * 32)
+    pair.post.most = 0
+    pair.step([large] * 32)
+    assert pair.post.most == 2 * AHEAD  # header and content each
 
 
 def test_after_a_failure_both_ends_come_to_the_end() -> None:

@@ -1,9 +1,9 @@
 """Channels between ranks: one first-in first-out queue per ordered pair, over torch.distributed point to point.
 
-The plan says which values a rank sends and receives, in which order. So receives are posted ahead, ``AHEAD`` per
-sender, and waited for when a task needs them; sends are kept until the reader has them, which readers tell in the
-header of what they send back. A message has a header, and content of the form that both sides expect from the last
-step. Where the form is another one, what was expected is sent unfilled, then the new form, then the content.
+The plan says which values a rank sends and receives, in which order. So receives are posted ahead, ``AHEAD`` or
+``SMALL`` per sender, and waited for when a task needs them; sends are kept until the reader has them, which readers
+tell in the header of what they send back. A message has a header, and content of the form that both sides expect from
+the last step. Where the form is another one, what was expected is sent unfilled, then the new form, then the content.
 
 After a failure a rank runs no more tasks but sends and receives what the plan says, marked as failed. So every rank
 comes to the end of the step, and the connections stay usable.
@@ -44,6 +44,7 @@ from pipec.runtime.program import Op, Route
 from pipec.spec import Graph
 
 AHEAD = 2  # receives posted per sender beyond what has arrived
+SMALL = 8  # the same where messages travel in one buffer: less room is needed, and gloo sends only what is posted
 PENDING = 8  # sends that may be under way to a reader that never sends anything back
 LAST = 1 << 62  # beyond every task
 EXPECTED, FOLLOWING = 0, 1  # tags of a message's expected content, and of what follows when it is another one
@@ -143,9 +144,11 @@ class RankChannels(Links):
     # -- receiving ------------------------------------------------------------------------------------------
 
     def _post(self, link: Link, count: int = AHEAD) -> None:
-        while len(link.posted) < count and link.at + len(link.posted) < len(link.messages):
+        while len(link.posted) < max(count, SMALL) and link.at + len(link.posted) < len(link.messages):
             message = link.messages[link.at + len(link.posted)]
             frame = self._frames.get(self._key(message))
+            if len(link.posted) >= count and (frame is None or not frame.room):
+                break
             buffers = self._room(frame)
             works = [self._group.recv([buffer], link.peer, EXPECTED) for buffer in buffers]
             link.posted.append(Posted(message, frame, buffers, works))
