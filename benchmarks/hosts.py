@@ -1,7 +1,7 @@
 """pipec between two hosts that are network namespaces of this machine: the same bits, and an error that names a lost
 host.
 
-    sudo python benchmarks/hosts.py [--rate 1gbit] [--delay 0.2ms] [--same-name]
+    sudo python benchmarks/hosts.py [--rate 1gbit] [--delay 0.2ms] [--per-host 1] [--same-name]
 
 Needs Linux, root and iproute2. Each host has its own network, host name, System V memory and folder for temporary
 files; a pair of virtual interfaces connects them, slowed to the given rate, and by the delay where the kernel has
@@ -38,7 +38,7 @@ from pipec.schedules import SCHEDULES
 
 HOSTS = ("pipec-a", "pipec-b")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-PORT, DEVICES, MICROBATCHES, WIDTH = 29563, 2, 8, 64
+PORT, MICROBATCHES, WIDTH = 29563, 8, 64
 SIZES = ((32, "8 KiB"), (4096, "1 MiB"), (32768, "8 MiB"))  # rows of a value, and its size
 READY, PATIENCE = "runs", 300.0
 
@@ -65,8 +65,9 @@ def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 def losses(schedule: str, backend: str | None) -> list[Any]:
     """Of three steps, and of what a flush finishes."""
-    net = pipeline(2 * DEVICES - 1, WIDTH)
-    plan = pipec.compile(net, DEVICES, MICROBATCHES, schedule, update="stage")
+    devices = dist.get_world_size()
+    net = pipeline(2 * devices - 1, WIDTH)
+    plan = pipec.compile(net, devices, MICROBATCHES, schedule, update="stage")
     found = []
     with pipec.Runner(net, plan, optimizer=sgd, **({} if backend is None else {"backend": backend})) as run:
         for step in range(3):
@@ -92,8 +93,8 @@ def times() -> None:
         runs = {}
         for name, ways in (("sockets", Ranks.ways), ("gloo", ())):
             before, Ranks.ways = Ranks.ways, ways
-            net = pipeline(2, WIDTH)
-            runs[name] = pipec.Runner(net, pipec.compile(net, DEVICES, MICROBATCHES, "1f1b"))
+            net = pipeline(dist.get_world_size(), WIDTH)
+            runs[name] = pipec.Runner(net, pipec.compile(net, dist.get_world_size(), MICROBATCHES, "1f1b"))
             Ranks.ways = before
         if runs["sockets"].transport != "sockets":
             raise SystemExit(f"values travel through {runs['sockets'].transport}")
@@ -114,9 +115,9 @@ def times() -> None:
 
 def forever(folder: str) -> None:
     """Steps until the other host is gone."""
-    net = pipeline(2, WIDTH)
+    net = pipeline(dist.get_world_size(), WIDTH)
     x = torch.randn(32, WIDTH)
-    with pipec.Runner(net, pipec.compile(net, DEVICES, MICROBATCHES), timeout=60.0) as run:
+    with pipec.Runner(net, pipec.compile(net, dist.get_world_size(), MICROBATCHES), timeout=60.0) as run:
         for step in range(1_000_000):
             run.step(x=x, y=x)
             if step == 20:
@@ -164,13 +165,13 @@ def hosts(rate: str, delay: str) -> Iterator[str]:
             subprocess.run(("ip", "netns", "delete", host), capture_output=True, check=False)
 
 
-def node(number: int, part: str, folder: str, same_name: bool) -> subprocess.Popen[str]:
+def node(number: int, part: str, folder: str, given: argparse.Namespace) -> subprocess.Popen[str]:
     """torchrun on one of the hosts."""
     own = Path(folder, HOSTS[number])
     own.mkdir(exist_ok=True)
-    name = HOSTS[0 if same_name else number]
-    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank",
-           str(number), "--master-addr", ADDRESSES[0], "--master-port", str(PORT), __file__, "--work", part, folder]
+    name = HOSTS[0 if given.same_name else number]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(given.per_host),
+           "--node-rank", str(number), "--master-addr", ADDRESSES[0], "--master-port", str(PORT), __file__, "--work", part, folder]
     return subprocess.Popen(
         ["ip", "netns", "exec", HOSTS[number], "unshare", "--uts", "--ipc", "sh", "-c", f'hostname {name}; exec "$@"',
          "sh", *run],
@@ -179,9 +180,9 @@ def node(number: int, part: str, folder: str, same_name: bool) -> subprocess.Pop
     )
 
 
-def both(part: str, folder: str, same_name: bool) -> str:
+def both(part: str, folder: str, given: argparse.Namespace) -> str:
     """Run a part on both hosts; what the first one says."""
-    nodes = [node(number, part, folder, same_name) for number in (0, 1)]
+    nodes = [node(number, part, folder, given) for number in (0, 1)]
     try:
         told = [one.communicate(timeout=PATIENCE)[0] for one in nodes]
     finally:
@@ -199,11 +200,12 @@ def stop(one: subprocess.Popen[str]) -> None:
     one.wait()
 
 
-def lost(folder: str, same_name: bool, gone: int) -> str:
+def lost(folder: str, gone: int, given: argparse.Namespace) -> str:
     """What one host says when the other one's processes are killed."""
-    left = 1 - gone
-    nodes = [node(number, "forever", folder, same_name) for number in (0, 1)]
-    notes = [Path(folder, f"{READY}{rank}") for rank in (0, 1)]
+    left, count = 1 - gone, given.per_host
+    ranks = range(gone * count, gone * count + count)
+    nodes = [node(number, "forever", folder, given) for number in (0, 1)]
+    notes = [Path(folder, f"{READY}{rank}") for rank in range(2 * count)]
     try:
         end = time.monotonic() + PATIENCE
         while not all(note.exists() and note.read_text() for note in notes):
@@ -213,7 +215,8 @@ def lost(folder: str, same_name: bool, gone: int) -> str:
                 raise SystemExit("\n".join(one.communicate()[0] for one in nodes))
             time.sleep(0.1)
         begin = time.monotonic()
-        os.kill(int(notes[gone].read_text()), signal.SIGKILL)
+        for rank in ranks:
+            os.kill(int(notes[rank].read_text()), signal.SIGKILL)
         stop(nodes[gone])
         told = nodes[left].communicate(timeout=60)[0]
         took = time.monotonic() - begin
@@ -222,9 +225,10 @@ def lost(folder: str, same_name: bool, gone: int) -> str:
             stop(one)
     for note in notes:
         note.unlink()
-    found = [line for line in told.splitlines() if f"RankError: rank {gone} has ended" in line]
-    if not found:
-        raise SystemExit(f"the other host does not name rank {gone}:\n{told}")
+    words = tuple(f"RankError: rank {rank} has ended" for rank in ranks)
+    found = [line for line in told.splitlines() if any(word in line for word in words)]
+    if len(found) != count:
+        raise SystemExit(f"the other host's {count} processes do not name one of those that are gone:\n{told}")
     return f"{found[0].strip()} ({took:.1f} s after it was killed)"
 
 
@@ -233,6 +237,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--delay", default="0.2ms")
     parser.add_argument("--same-name", action="store_true", help="both hosts have one name, as containers may")
+    parser.add_argument("--per-host", type=int, default=1, help="processes on each host")
     parser.add_argument("--parts", nargs="+", choices=("numbers", "times", "lost"),
                         default=["numbers", "times", "lost"])
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
@@ -248,9 +253,9 @@ def main() -> None:
         for part in options.parts:
             if part == "lost":
                 for gone in (1, 0):  # the second one has torch.distributed's store
-                    print(lost(folder, options.same_name, gone))
+                    print(lost(folder, gone, options))
             else:
-                print(both(part, folder, options.same_name).strip())
+                print(both(part, folder, options).strip())
 
 
 if __name__ == "__main__":

@@ -261,6 +261,18 @@ def test_a_rank_that_gives_up_or_is_gone_is_told_to_whoever_waits(size: int) -> 
     assert threads() == []
 
 
+def test_a_host_that_is_gone_is_no_late_answer() -> None:
+    """What the kernel says after its own time-out has nothing to do with the runner's."""
+    with pair(1, far=True) as made:
+        _, two = made.channels()
+        made.lines[1]._lines[0]._came.append(TimeoutError(110, "Connection timed out"))
+        made.lines[1]._bell.ring()
+        made.lines[1]._fetched.add(0)
+        made.lines[1]._poll.unregister(made.lines[1]._lines[0].number)
+        with pytest.raises(RankError, match="of microbatch 0 of 0: the host of device 0 cannot be reached"):
+            two.receive((0, 1))
+
+
 def test_what_was_sent_is_read_though_the_sender_has_left() -> None:
     with pair(2, far=True) as made:
         one, two = made.channels()

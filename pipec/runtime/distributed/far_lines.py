@@ -116,15 +116,13 @@ class FarLines(RecordLines):
             found = line.read()
         except BlockingIOError:
             return False
-        except ConnectionError as error:  # it left something unread; what it has sent can still be read
-            if peer in self._reset:
-                return self._over(peer, f"the line to device {peer}: {error}")
-            self._reset.add(peer)
-            return self.take(peer)
         except EOFError:
             return self._over(peer, f"device {peer} has closed its line")
-        except OSError as error:
-            return self._over(peer, f"the line to device {peer}: {error}")
+        except Exception as error:
+            if isinstance(error, ConnectionError) and peer not in self._reset:
+                self._reset.add(peer)  # it left something unread; what it has sent can still be read
+                return self.take(peer)
+            return self._over(peer, self._why(peer, error))
         if found.turn == self.turn and found.known > self.known[peer]:
             self.known[peer] = found.known
         if found.status <= FAILED:
@@ -134,6 +132,11 @@ class FarLines(RecordLines):
         else:
             self._note(peer, found.status, found.rest)
         return True
+
+    def _why(self, peer: int, error: Exception) -> str:
+        if isinstance(error, TimeoutError):  # it is the kernel that gives up, and not the runner
+            return f"the host of device {peer} cannot be reached"
+        return super()._why(peer, error)
 
     def fetch(self, peer: int) -> None:
         """Let a thread read the next message of a rank, which is sure to come."""

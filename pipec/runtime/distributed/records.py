@@ -102,7 +102,11 @@ class RecordLines(ABC):
             return GoneError(*self._told[peer])
         if isinstance(error, BlockingIOError):
             return RuntimeError("timed out: the line is full")
-        return RuntimeError(self._ended.setdefault(peer, f"the line to device {peer}: {error}"))
+        return RuntimeError(self._ended.setdefault(peer, self._why(peer, error)))
+
+    def _why(self, peer: int, error: Exception) -> str:
+        """What is said about a line that is lost."""
+        return f"the line to device {peer}: {error}"
 
     def wait(self, peer: int, end: float) -> None:
         """Wait until something has come on any line, and take it in.
