@@ -171,7 +171,8 @@ def node(number: int, part: str, folder: str, given: argparse.Namespace) -> subp
     own.mkdir(exist_ok=True)
     name = HOSTS[0 if given.same_name else number]
     run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(given.per_host),
-           "--node-rank", str(number), "--master-addr", ADDRESSES[0], "--master-port", str(PORT), __file__, "--work", part, folder]
+           "--node-rank", str(number), "--master-addr", ADDRESSES[0], "--master-port", str(PORT), __file__,
+           "--work", part, folder]
     return subprocess.Popen(
         ["ip", "netns", "exec", HOSTS[number], "unshare", "--uts", "--ipc", "sh", "-c", f'hostname {name}; exec "$@"',
          "sh", *run],

@@ -99,7 +99,7 @@ def _opened(size: int) -> tuple[socket.socket | None, Any, str]:
         door.bind(where)
         door.listen(size + 16)  # somebody else may call as well
         return door, door.getsockname()[:2], ""
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second one about a name that is none
         if door is not None:
             door.close()
         return None, None, f"no socket can be opened at {host}: {error}"
@@ -134,7 +134,7 @@ def _of_interface(name: str) -> str | None:
 
 def _towards(host: str, port: int) -> str | None:
     """The address from which this host would send to another; nothing is sent."""
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):
         for family, kind, _, _, where in socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as asked:
                 asked.connect(where)
