@@ -48,8 +48,9 @@ class Join(nn.Module):
         return self.line(torch.cat([x, skip], -1)).tanh()
 
 
-def mixed(device: torch.device, width: int = 32) -> pipec.Pipeline:
-    """Eight stages, two long skips, a stage that hands its input on, batch norm, dropout of both kinds."""
+def mixed(device: torch.device, width: int = 32, hold: str | None = None) -> pipec.Pipeline:
+    """Eight stages, two long skips, a stage that hands its input on, batch norm, dropout of both kinds; ``hold``: where
+    the skips wait."""
     torch.manual_seed(0)
     net = pipec.Pipeline("mixed")
     x, y = net.input("x"), net.input("y")
@@ -58,9 +59,9 @@ def mixed(device: torch.device, width: int = 32) -> pipec.Pipeline:
     norm = net.stage("norm", Normal(width).to(device), attend)
     same = net.stage("same", nn.Identity(), norm)
     feed = net.stage("feed", nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU()).to(device), same)
-    join = net.stage("join", Join(width).to(device), feed, pipec.skip(attend))
+    join = net.stage("join", Join(width).to(device), feed, pipec.skip(attend, hold=hold))
     again = net.stage("again", Attend(width).to(device), join)
-    last = net.stage("last", Join(width).to(device), again, pipec.skip(first))
+    last = net.stage("last", Join(width).to(device), again, pipec.skip(first, hold=hold))
     net.output(last)
     net.loss("mse", F.mse_loss, last, y)
     return net

@@ -147,11 +147,11 @@ class Process:
         own = {} if self.stand_in else {"devices": self.devices(way)}
         return pipec.Runner(net, plan, timeout=30.0, seed=3, **own, **how)
 
-    def equal(self, way: str, schedule: str) -> bool:
+    def equal(self, way: str, schedule: str, hold: str | None = None) -> bool:
         """Losses, gradients and buffers of this rank's stages against the plain loop on its own GPU."""
         device = self.device(way)
-        net, other = mixed(torch.device("cpu")), mixed(device)
-        plan = pipec.compile(net, 2, MICROBATCHES, schedule)
+        net, other = mixed(torch.device("cpu"), hold=hold), mixed(device)
+        plan = pipec.compile(net, 2, MICROBATCHES, schedule, placement=[0, 0, 1, 1, 1, 1, 0, 0] if hold else None)
         loop = pipec.reference(other, MICROBATCHES, seed=3)
         mine = [stage for stage in range(len(net.spec.stages)) if plan.stage_device(stage) == self.rank]
         with self.runner(way, net, plan) as run:
@@ -248,6 +248,7 @@ class Process:
         checks: dict[str, Callable[[], bool]] = {"refused in words": lambda: self.refused(way)}
         if way != "refused":
             checks = {name: partial(self.equal, way, name) for name in schedules}
+            checks["skips in host memory"] = partial(self.equal, way, "1f1b", "host")
             checks |= {name: partial(getattr(self, name), way) for name in ("trained", "replicas", "failure")}
         wrong = []
         with self.on(way):

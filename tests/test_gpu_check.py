@@ -92,7 +92,7 @@ def test_ranks_on_gpus_that_are_not_there(checks: Any, target: Any) -> None:
         ("2 ranks on one GPU, over NCCL", True),
         ("2 ranks on 2 GPUs, over NCCL", True), ("2 ranks on 2 GPUs, over NCCL, a step", None),
     ], rows
-    assert [row.measured for row in rows if row.ok] == ["4 of 4", "1 of 1", "4 of 4"]
+    assert [row.measured for row in rows if row.ok] == ["5 of 5", "1 of 1", "5 of 5"]
     wrong = {"ran": 5, "wrong": ["zb-v"], "step": 1.0}
     told = checks.gpu_ranks.rows_of("name", [wrong, wrong | {"wrong": []}], "")
     assert (told[0].measured, told[0].ok) == ("4 of 5, wrong: zb-v (rank 0)", False)

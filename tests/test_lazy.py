@@ -109,5 +109,5 @@ def wrapped(rank: int) -> list[str]:
 def test_wrapped_stages_are_refused_with_what_to_use(crew2: Any) -> None:
     for rank, (first, second) in enumerate(crew2(wrapped)):
         assert f"stage {'ab'[rank]!r} is wrapped (DistributedDataParallel)" in first
-        assert "compile with data_parallel=replicas" in first
+        assert "compile with data_parallel=replicas, with mesh= a DeviceMesh of 'dp' and 'pp'" in first
         assert "is wrapped (FSDP" in second

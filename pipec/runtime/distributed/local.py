@@ -69,8 +69,10 @@ def check_wrappers(stages: Sequence[Stage]) -> None:
     ]
     if problems:
         problems.append(Problem(
-            "give the bare modules and compile with data_parallel=replicas: the plan's REDUCE tasks add up gradients "
-            "over replicas, after the last microbatch and beside other stages' backwards"
+            "give the bare modules and compile with data_parallel=replicas, with mesh= a DeviceMesh of 'dp' and 'pp' "
+            "where ranks are in another order than replica by replica: the plan's REDUCE tasks add up gradients over "
+            "replicas, after the last microbatch and beside other stages' backwards. What fully_shard would save in "
+            "memory, more stages save"
         ))
     raise_all("stages in DistributedDataParallel or fully_shard", problems, RunError)
 
