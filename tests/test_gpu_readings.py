@@ -184,7 +184,8 @@ def small(checks: Any) -> dict[str, Any]:
     own = {"Transformer": lambda: transformer(4, 4, 16, 4)}
     less: dict[str, dict[str, Any]] = {
         "equality": {"devices": (2,), "schedules": ("1f1b", "zb-h1", "pipedream"), "microbatches": 4},
-        "precision": {"steps": 2}, "stress": {"steps": 2, "mebibytes": 0.05}, "ranks": {"schedules": ("1f1b",)},
+        "precision": {"steps": 2}, "shared": {"steps": 1}, "stress": {"steps": 2, "mebibytes": 0.05},
+        "ranks": {"schedules": ("1f1b",)},
         "speed": {"models": own, "rounds": 1},
         "overlap": {"mebibytes": 0.02}, "memory": {"microbatches": 4}, "peers": {"rounds": 1},
     }
