@@ -394,7 +394,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 }
 
 Tensor native_dropout_backward(const Tensor& grad, const Tensor& mask, double scale) {
-  return grad.mul(mask.to(grad.scalar_type()).mul_(scale));
+  return grad.mul(mask.to(grad.scalar_type()).div_(1 / scale));  // divided, as the CPU's dropout does
 }
 
 int64_t attention_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
