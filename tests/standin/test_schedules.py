@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from models import RUNS, kept_streams
+
 from standin.training import compare, deep
 
 __all__ = ["kept_streams"]
