@@ -9,10 +9,10 @@ from models import WIDTH, buffers, data, gradients, parameters, same
 from test_lanes import Join
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 import pipec
 import standin
+from pipec.tree import flatten
 
 REAL = {"one": lambda count: ["standin:2"] * count, "several": lambda count: [f"standin:{n}" for n in range(count)],
         "two": lambda count: [f"standin:{1 - n % 2}" for n in range(count)]}
@@ -42,8 +42,9 @@ def deep(stages: int = 8, dropout: float = 0.3, hold: str | None = None) -> pipe
 
 
 def at_home(tree: Any) -> Any:
-    """A copy on the CPU, read on the caller's current streams as a script would."""
-    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
+    """The leaves on the CPU, read on the caller's current streams as a script would, and how they hang together."""
+    leaves, layout = flatten(tree)
+    return [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves], str(layout)
 
 
 def of(result: Any) -> list[Any]:
