@@ -35,7 +35,9 @@ class Carrier:
 FORMS: dict[str, tuple[Callable[[Tensor], Any], tuple[Any, ...]]] = {  # how a stage wraps h, and the path to it
     "tensor": (lambda h: h, ()),
     "tuple": (lambda h: (h, None, 3), (0,)),
-    "dict": (lambda h: {"h": h, "flag": True, "ids": torch.arange(len(h)), "table": torch.ones(len(h), 2)}, ("h",)),
+    "dict": (lambda h: {
+        "h": h, "flag": True, "ids": torch.arange(len(h)), "table": torch.ones(len(h), 2, device=h.device),
+    }, ("h",)),
     "nested": (lambda h: {"a": [1, (h * 1.0, h)], "mask": h.detach() > 0}, ("a", 1, 0)),
     "dataclass": (lambda h: Carrier(h, (h.detach().to(torch.complex64), "text")), ("h",)),
     "halves": (lambda h: h.chunk(2, 1), (0,)),

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import WIDTH, batch, chain, data, kept_streams, of_modules, options, parameters, recipes, same
-from standin.training import REAL, at_home, compare, deep, of, state
 from test_lanes import skipping
 from torch import Tensor, nn
 
 import pipec
 import standin
+from standin.training import REAL, at_home, compare, deep, of, state
 
 __all__ = ["kept_streams"]
 
@@ -26,7 +26,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 @given(recipes(most=5), st.data())
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_any_pipeline_gives_the_bits_of_the_plain_loop(recipe: Any, draw: st.DataObject) -> None:
     how = draw.draw(options(recipe)) | {"update": None}
     mine, theirs = recipe.build(), recipe.build()
