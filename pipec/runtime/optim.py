@@ -89,8 +89,8 @@ class Updater:
         """What the loss is multiplied by; the scaler's current scale, else 1."""
         if self.scaler is None or not self.scaler.is_enabled():
             return 1.0
-        # A scaler makes its state when first used, on the device of what it scales. It must not be the CPU for gradients
-        # on a GPU: update() copies what it found there without waiting, and reads it at once.
+        # A scaler makes its state when first used, on the device of what it scales. For gradients on a GPU that must
+        # not be the CPU: update() copies there what it found, without waiting, and reads it at once.
         home = next((p.device for stage in self._stages for p in stage.trainable()), None)
         self.scaler.scale(torch.ones((), device=home))
         return float(self.scaler.get_scale())

@@ -30,7 +30,7 @@ from pipec.runtime.fit import check_asynchronous_options, check_fit
 from pipec.runtime.gradients import Accumulator, commit
 from pipec.runtime.group_hooks import anchor_reads, check_group_hooks, modules_are_watched
 from pipec.runtime.optim import Hook, Updater
-from pipec.runtime.placement import homes, place_stages, real_devices
+from pipec.runtime.placement import generators_of, homes, place_stages, real_devices
 from pipec.runtime.program import Op, Program, build_program
 from pipec.runtime.randomness import DeviceGenerator, Position, Randomness, Streams, generator_of
 from pipec.runtime.replicas import Replicas, replicate
@@ -139,7 +139,7 @@ class Runner(Overlapping, Stateful):
         if (program := self._party.prepared(plan)) is not None:
             self._plans[plan.training, plan.microbatches, plan.slices] = plan, program
         self.stages: list[Stage] = bind(self._party.local(self.spec))
-        self._generators: dict[int, DeviceGenerator] = {}
+        self._generators: dict[int, DeviceGenerator] = generators_of(self.stages)  # of GPUs that they are on already
         replicas: Replicas | None = None
         if (devices := self._real or getattr(backend, "devices", None)) is not None:  # recorded streams have their own
             where = homes(plan, devices)

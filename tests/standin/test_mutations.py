@@ -1,4 +1,4 @@
-"""The backend with one wait or one hold left out: what the stand-in finds at run time, beside the proof of the calls."""
+"""The backend with one wait or one hold left out: what is found at run time, beside the proof of the calls."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models import WIDTH, batch, chain, data, kept_streams, of_modules, options, parameters, recipes, same
 from test_lanes import skipping
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pipec
 import standin
@@ -31,7 +32,8 @@ def test_any_pipeline_gives_the_bits_of_the_plain_loop(recipe: Any, draw: st.Dat
     how = draw.draw(options(recipe)) | {"update": None}
     mine, theirs = recipe.build(), recipe.build()
     plan = pipec.compile(mine, **how)
-    with pipec.Runner(mine, plan, devices=REAL[draw.draw(st.sampled_from(["one", "two", "several"]))](plan.devices)) as run:
+    real = draw.draw(st.sampled_from(["one", "two", "several"]))
+    with pipec.Runner(mine, plan, devices=REAL[real](plan.devices)) as run:
         got = run.step(**batch(6))
     expected = pipec.reference(theirs, plan.microbatches).step(**batch(6))
     assert same(of(got), of(expected))
@@ -52,7 +54,7 @@ def test_updates_evaluation_and_plain_forwards_in_turns(update: str, real: str) 
                           before_update=clip if not devices or real == "one" else None, **how) as run:
             seen = []
             for step in range(3):
-                seen.append([of(run.step(**data(8, step))), of(run.evaluate(**data(5, 9))), of(run.forward(x=data()["x"]))])
+                seen += [of(run.step(**data(8, step))), of(run.evaluate(**data(5, 9))), of(run.forward(x=data()["x"]))]
         found.append([seen, at_home([parameters(net)])])
         if real == "several":  # clipping over devices is the script's
             found[0] = found[-1] if devices else found[0]
@@ -163,9 +165,9 @@ def test_a_shared_parameter_under_autocast_on_one_device() -> None:
         return of_modules(line, nn.Tanh(), line)
 
     mine, theirs = net(), net()
-    with pipec.Runner(mine, pipec.compile(mine, 3, 4), devices=["standin:1"] * 3) as run:
-        with torch.autocast("standin", torch.bfloat16):
-            got = run.step(**data(8))
+    run = pipec.Runner(mine, pipec.compile(mine, 3, 4), devices=["standin:1"] * 3)
+    with run, torch.autocast("standin", torch.bfloat16):
+        got = run.step(**data(8))
     with torch.autocast("cpu", torch.bfloat16):
         expected = pipec.reference(theirs, 4).step(**data(8))
     assert same(of(got), of(expected))
@@ -184,7 +186,8 @@ def test_loss_scaling_and_an_overflow(update: str | None, real: str) -> None:
         optimizer = None if update is None else adam if update == "stage" else adam(parameters(net))
         own = adam(parameters(net)) if update is None else None
         seen = []
-        with pipec.Runner(net, pipec.compile(net, 3, 4, update=update), optimizer=optimizer, scaler=scaler, **how) as run:
+        plan = pipec.compile(net, 3, 4, update=update)
+        with pipec.Runner(net, plan, optimizer=optimizer, scaler=scaler, **how) as run:
             for step in range(3):
                 overflow[0] = step == 0
                 seen.append(of(run.step(**data(8, step))))
@@ -281,6 +284,48 @@ class Keeps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = [x.detach()]
         return x + 0 * self.line(x)
+
+
+class Checkpointed(nn.Module):
+    """Computes again in backward by itself, with PyTorch's own means for the random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+class Beside(nn.Module):
+    """Computes half of its work on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return self.one(x) + self.other(x)
+        own, side = torch.accelerator.current_stream(x.device), torch.Stream(device=x.device)
+        side.wait_stream(own)
+        with side:
+            half = self.one(x)
+        rest = self.other(x)
+        own.wait_stream(side)
+        x.record_stream(side)
+        half.record_stream(own)
+        return half + rest
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "never"), ("1f1b", "always"), ("zb-h1", "never")])
+def test_stages_with_a_checkpoint_or_a_stream_of_their_own(schedule: str, recompute: str) -> None:
+    def net() -> pipec.Pipeline:
+        torch.manual_seed(1)
+        return of_modules(Checkpointed(), Beside(), nn.Tanh(), Checkpointed(), Beside())
+
+    compare(net, 4, schedule, "several", recompute=recompute)
+    compare(net, 4, schedule, "one", recompute=recompute)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
