@@ -417,3 +417,38 @@ def test_a_rank_that_does_not_answer_is_named_after_the_timeout() -> None:
         ((word, told),) = made.answers(hangs_after_its_turn, of=1)
     assert (word, told[0]) == ("raised", "RankError")
     assert "rank 1 has not answered for 1 s" in told[1]
+
+
+class Mute:
+    """A store on a host that cannot be reached."""
+
+    def __init__(self) -> None:
+        self.asked, self.over = 0, threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self.over.wait(20)
+        return False
+
+    set = check
+
+
+def watched(rank: int) -> Any:
+    from pipec.runtime.distributed import watch as module
+
+    watch = module.Watch(f"mute {rank}", 0, 2)
+    real, watch._store = watch._store, Mute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SOON", 0.1)
+        begin = time.monotonic()
+        found = watch.where(1), watch.first_missed(1), watch.culprit(1, lambda: "rank 1 has ended")
+        took = time.monotonic() - begin
+    asked = watch._store.asked
+    watch._store.over.set()
+    watch._store = real
+    watch.close()
+    return found, asked, took < 5
+
+
+def test_a_store_that_cannot_be_reached_holds_nobody_up(crew2: Any) -> None:
+    assert crew2(watched) == [((None, 1, (1, "rank 1 has ended")), 1, True)] * 2

@@ -19,12 +19,14 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
 
 BEAT = 1.0  # seconds between two notes in the store
+SOON = 5.0  # seconds after which a store that is asked about others does not answer
 RECORD = struct.Struct("4q")  # call, task (-1: between tasks), microbatches of the call (negative in evaluation), and
 # which rank, counted from 1, this one has given up because it misses that
 
@@ -49,6 +51,7 @@ class Watch:
         os.close(number)
         self._note = memoryview(self._map).cast("q")
         self._notes: dict[int, mmap.mmap] = {}  # of other ranks on this host
+        self._silent = False  # the store has not answered
         self.call = 0
         self.at(-1)
         self._store.set(f"where/{me}", pickle.dumps((socket.gethostname(), self._path)))
@@ -94,9 +97,38 @@ class Watch:
         if rank in self._notes:
             return RECORD.unpack(self._notes[rank][: RECORD.size])
         with contextlib.suppress(RuntimeError, struct.error):
-            if self._store.check([f"at/{rank}"]):
-                return RECORD.unpack(self._store.get(f"at/{rank}"))
+            return RECORD.unpack(self._asked(lambda: self._found(f"at/{rank}")))
         return None
+
+    def _found(self, key: str) -> bytes:
+        """What the store has under a key; nothing where it has none."""
+        return bytes(self._store.get(key)) if self._store.check([key]) else b""
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """What the store answers, which may be on a host that cannot be reached.
+
+        Raises:
+            RuntimeError: it is gone, or does not answer soon.
+        """
+        if self._silent:
+            raise RuntimeError("the store does not answer")
+        answers: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+
+        def wait() -> None:
+            try:
+                answers.put((True, ask()))
+            except Exception as error:
+                answers.put((False, error))
+
+        threading.Thread(target=wait, name=f"pipec asks {self.me}", daemon=True).start()
+        try:
+            fine, answer = answers.get(timeout=SOON)
+        except Empty:
+            self._silent = True
+            raise RuntimeError("the store does not answer") from None
+        if not fine:
+            raise RuntimeError(str(answer)) from answer
+        return answer
 
     def misses(self, rank: int) -> None:
         """This rank gives up because ``rank`` has ended."""
@@ -116,12 +148,13 @@ class Watch:
     def culprit(self, rank: int, tell: Callable[[], str]) -> tuple[int, str]:
         """The rank that was missed first, and what was said about it; ``rank`` if nobody missed another before."""
         with contextlib.suppress(RuntimeError):
-            if self._store.check(["culprit"]):
-                first: tuple[int, str] = pickle.loads(self._store.get("culprit"))
+            told = self._asked(lambda: self._found("culprit"))
+            if told:
+                first: tuple[int, str] = pickle.loads(told)
                 return first
         found = rank, tell()
         with contextlib.suppress(RuntimeError):
-            self._store.set("culprit", pickle.dumps(found))
+            self._asked(lambda: self._store.set("culprit", pickle.dumps(found)))
         return found
 
     def beats(self, rank: int) -> int:
