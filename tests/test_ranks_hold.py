@@ -26,6 +26,7 @@ from pipec.runtime.distributed.gpu_ranks import routes_of
 from pipec.runtime.distributed.near import NearChannels
 from pipec.runtime.distributed.order import orders_of
 from pipec.runtime.distributed.stream_proof import part_problems, rank_problems
+from pipec.runtime.distributed.ways import SOCKETS
 from pipec.runtime.program import build_program
 
 FOLDED = [0, 1, 1, 0, 1, 0]  # one skip stays on device 0, the other goes from device 1 to device 0
@@ -36,9 +37,13 @@ def held(**how: Any) -> Any:
     return pipec.compile(skipping(hold="host"), 2, 4, **{"placement": FOLDED, **how})
 
 
-def far(rank: int, fn: Any, *args: Any) -> Any:
-    with apart():
+def far(rank: int, ways: tuple[str, ...], fn: Any, *args: Any) -> Any:
+    """As ranks on several hosts: over sockets, or through gloo."""
+    with apart(ways):
         return fn(rank, *args)
+
+
+FAR: list[tuple[str, ...]] = [(SOCKETS,), ()]
 
 
 def every_schedule(rank: int, names: list[str]) -> dict[str, list[str]]:
@@ -54,7 +59,8 @@ FOLDABLE = [name for name in RUNS if name in ("gpipe", "1f1b", "zb-h1")]
 
 def test_numbers_are_those_of_the_plain_loop(crew2: Any) -> None:
     assert crew2(every_schedule, FOLDABLE) == [{name: [] for name in FOLDABLE}] * 2
-    assert crew2(far, every_schedule, FOLDABLE) == [{name: [] for name in FOLDABLE}] * 2
+    for ways in FAR:
+        assert crew2(far, ways, every_schedule, FOLDABLE) == [{name: [] for name in FOLDABLE}] * 2
 
 
 def in_a_row(rank: int, schedule: str, recompute: str) -> list[str]:
@@ -119,7 +125,8 @@ def test_values_of_every_kind_for_two_readers(schedule: str, crew2: Any) -> None
     assert {(0, 0, TO_HOST), (0, 0, FROM_HOST), (0, 1, FROM_HOST)} <= set(
         zip(carried.device.tolist(), carried.peer.tolist(), carried.gradient.tolist(), strict=True))
     assert crew2(of_all_kinds, schedule) == [[]] * 2
-    assert crew2(far, of_all_kinds, schedule) == [[]] * 2
+    for ways in FAR:
+        assert crew2(far, ways, of_all_kinds, schedule) == [[]] * 2
     for how in HOW:
         assert crew2(there, how, of_all_kinds, schedule) == [[]] * 2
 
@@ -160,6 +167,7 @@ def test_asynchronous(schedule: str, placement: Any, crew2: Any) -> None:
     plan = pipec.compile(jumping(), 2, 4, schedule, placement=placement, update="stage")
     assert (plan.table.gradient == FROM_HOST).any()
     assert crew2(overlapped, schedule, placement) == [[]] * 2
+    assert crew2(far, FAR[0], overlapped, schedule, placement) == [[]] * 2
     for how in HOW:
         assert crew2(there, how, overlapped, schedule, placement) == [[]] * 2
 
@@ -297,9 +305,12 @@ def survived(rank: int) -> Any:
         return told, unchanged, [p.grad for p in run.parameters()]
 
 
-@pytest.mark.parametrize("how", [None, *HOW])
-def test_a_failure_leaves_nothing_behind(how: str | None, crew2: Any) -> None:
-    found = crew2(survived) if how is None else crew2(there, how, survived)
+@pytest.mark.parametrize("how", ["near", *FAR, *HOW])
+def test_a_failure_leaves_nothing_behind(how: Any, crew2: Any) -> None:
+    if how == "near":
+        found = crew2(survived)
+    else:
+        found = crew2(there, how, survived) if how in HOW else crew2(far, how, survived)
     assert [told for told, _, _ in found] == ["RankError", "ValueError"]
     assert all(unchanged for _, unchanged, _ in found)
     net = failing(-1)

@@ -13,6 +13,7 @@ from test_ranks_hosts import apart
 from torch import nn
 
 import pipec
+from pipec.runtime.distributed.ways import SOCKETS
 
 
 def net() -> pipec.Pipeline:
@@ -87,14 +88,16 @@ def test_every_rank_gets_the_gradients_of_one_process(devices: int, placement: A
         assert crew(alike, devices, placement, how) == [[True] * 4] * devices
 
 
-def far(rank: int, fn: Any, *args: Any) -> Any:
-    with apart():
+def far(rank: int, ways: tuple[str, ...], fn: Any, *args: Any) -> Any:
+    """As ranks on several hosts: over sockets, or through gloo."""
+    with apart(ways):
         return fn(rank, *args)
 
 
-def test_through_gloo_and_on_gpus(crew2: Any) -> None:
+def test_between_hosts_and_on_gpus(crew2: Any) -> None:
     devices, placement = PLACES[0]
-    assert crew2(far, alike, devices, placement, HOWS[1]) == [[True] * 4] * 2
+    for ways in ((SOCKETS,), ()):
+        assert crew2(far, ways, alike, devices, placement, HOWS[1]) == [[True] * 4] * 2
     for kind in ("wired", "staged"):
         assert crew2(there, kind, alike, devices, placement, HOWS[0]) == [[True] * 4] * 2
 
