@@ -89,6 +89,8 @@ def _equal_to_replay(target: Target, net: pipec.Pipeline, plan: Any, microbatche
             for step in range(steps + 1):
                 given = torch.Generator().manual_seed(step)
                 x, y = torch.randn(2, 3 * microbatches, 6, 32, generator=given)
+                if own is other:  # the runner on streams moves what comes from the host, the replay does not
+                    x, y = x.to(target.device), y.to(target.device)
                 losses += run.step(x, y).microbatch_losses.get("mse", ())
             results.append([*losses, *run.flush().microbatch_losses.get("mse", ())])
     weights = [[p for stage in own.spec.stages for p in stage.fn.parameters()] for own in (net, other)]
