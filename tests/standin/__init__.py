@@ -150,7 +150,7 @@ def reset() -> None:
 
 
 def slow(on: bool) -> None:
-    """Whether work counts as unfinished until the host waits for it: queries of events and streams say no."""
+    """Whether work takes long: queries of an event say no a few times, those of a stream until the host has waited."""
     torch.ops.standin.slow(on)
 
 
