@@ -70,7 +70,9 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
     kept: dict[str, int] = {}
     buffers = [(stage, stage.buffers.originals(), stage.buffers.snapshot()) for stage in stages if stage.buffers]
     gradients_before = [(p, p.grad) for stage in stages for p in stage.trainable()]
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    gpus = _gpus(stages, packets)
+    kind, numbers = gpus[0].type if gpus else "cuda", [gpu.index for gpu in gpus]
+    with torch.random.fork_rng(devices=numbers, device_type=kind), torch.enable_grad():
         try:
             for parameter, _ in gradients_before:
                 parameter.grad = None
@@ -86,7 +88,7 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
                     gradients[name] = packet_bytes(values[port], wanted=True)
                     kept[name] = own
                 made[stage.name] = costs
-            for stage, times in zip(stages, _timed(stages, reads, repeats), strict=True):
+            for stage, times in zip(stages, _timed(stages, reads, repeats, gpus), strict=True):
                 made[stage.name] = evolve(
                     made[stage.name], forward=times["forward"], backward=times["backward"],
                     backward_input=times["backward_input"], backward_weight=times["backward_weight"], update=0.0,
@@ -97,6 +99,13 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
             for stage, originals, before in buffers:
                 stage.buffers.restore(originals, before)
     return Costs(stages=made, values=sizes, gradients=gradients, saved_values=kept, unit="ms")
+
+
+def _gpus(stages: list[Stage], packets: list[Any]) -> list[torch.device]:
+    """Those that parameters or inputs are on already."""
+    found = {p.device for stage in stages for _, p in stage.named_parameters()}
+    found |= {leaf.device for packet in packets for leaf in flatten(unpack(packet)[0])[0] if isinstance(leaf, Tensor)}
+    return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
 
 
 def packet_bytes(packet: Any, wanted: bool = False) -> int:
@@ -144,8 +153,8 @@ class _Clock:
     gradients in between, adding them to a sum) is in their times: together they take longer than the whole.
     """
 
-    def __init__(self, stage: Stage, read: list[Any], rounds: int) -> None:
-        self.stage, self.read = stage, read
+    def __init__(self, stage: Stage, read: list[Any], rounds: int, gpus: list[torch.device]) -> None:
+        self.stage, self.read, self.gpus = stage, read, gpus
         self.sums = Accumulator(stage.trainable(), set(), range(rounds))
         self.taken: dict[str, list[float]] = {
             "forward": [], "backward": [], "backward_input": [], "backward_weight": []
@@ -156,7 +165,7 @@ class _Clock:
         roots, seeds, leaves, forward = self._forward()
         self.taken["forward"].append(forward)
         wanted = [*leaves, *self.sums.parameters]
-        begin = time.perf_counter()
+        begin = self._now()
         if roots and wanted:
             accumulate(roots, seeds, wanted, [])  # as a step does it, so that adding to .grad is part of the cost
         self._took("backward", begin)
@@ -166,7 +175,7 @@ class _Clock:
         anchor_reads(self.stage, True)
         roots, seeds, leaves, _ = self._forward()
         anchor_reads(self.stage, False)
-        begin = time.perf_counter()
+        begin = self._now()
         weights = input_half(self.stage, roots, seeds, leaves, self.sums.parameters)[1] if roots else None
         if weights is not None and not weights.late:  # the input half was the whole backward
             self.sums.add(turn, weights.run())
@@ -180,8 +189,14 @@ class _Clock:
         """Medians without the first round, which warms up."""
         return {name: median(times[1:]) for name, times in self.taken.items()}
 
+    def _now(self) -> float:
+        """Seconds; what was queued on GPUs has ended."""
+        for gpu in self.gpus:
+            torch.accelerator.synchronize(gpu)
+        return time.perf_counter()
+
     def _took(self, name: str, begin: float) -> float:
-        end = time.perf_counter()
+        end = self._now()
         self.taken[name].append((end - begin) * 1e3)
         return end
 
@@ -190,19 +205,21 @@ class _Clock:
         stage, packets = self.stage, list(self.read)
         values, leaves = stage.read(packets)
         versions = [version(packet) for packet in packets]
-        begin = time.perf_counter()
+        begin = self._now()
         out, _, losses = _run(stage, values)
-        taken = (time.perf_counter() - begin) * 1e3
+        taken = (self._now() - begin) * 1e3
         stage.check_writes(packets, versions, out)
         return *_roots(stage, out, losses), _tensors(leaves), taken
 
 
-def _timed(stages: list[Stage], reads: list[list[Any]], repeats: int) -> list[dict[str, float]]:
+def _timed(
+    stages: list[Stage], reads: list[list[Any]], repeats: int, gpus: list[torch.device]
+) -> list[dict[str, float]]:
     """Per stage the medians of its times.
 
     Stages take turns, so that each finds the caches as another stage has left them, which is how a step runs.
     """
-    clocks = [_Clock(stage, read, repeats + 1) for stage, read in zip(stages, reads, strict=True)]
+    clocks = [_Clock(stage, read, repeats + 1, gpus) for stage, read in zip(stages, reads, strict=True)]
     for turn in range(repeats + 1):
         for clock in clocks:
             clock.whole()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import WIDTH, chain, data, kept_streams, of_modules, parameters, same
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import pipec
 import standin
+from pipec.runtime import profile as profiling
 from standin.training import at_home, deep, of, state
 
 __all__ = ["kept_streams"]
@@ -47,6 +50,26 @@ def test_the_callers_autocast_holds_in_the_workers(backend: str | None) -> None:
         expected = pipec.reference(other, 4).step(**data(8))
     assert same(of(got), of(expected))
     assert same(state(net), state(other))
+
+
+def test_a_profile_takes_the_devices_time_and_leaves_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever it looks at the clock all that was queued has ended."""
+    idle: list[bool] = []
+
+    def look() -> float:
+        idle.append(torch.accelerator.current_stream("standin:1").query())
+        return float(len(idle))
+
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=look))
+    net, given = moved(deep()), there()
+    torch.manual_seed(4)
+    expected = torch.rand(4, device="standin:1").cpu()
+    torch.manual_seed(4)
+    standin.slow(True)
+    pipec.profile(net, repeats=1, **given)
+    assert len(idle) > 100
+    assert all(idle)
+    assert torch.equal(torch.rand(4, device="standin:1").cpu(), expected)
 
 
 class Where(nn.Module):
