@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import itertools
 import threading
-import time
 from typing import Any
 
 import models
@@ -135,14 +134,22 @@ def test_placeholders_cannot_run() -> None:
 
 
 def test_tasks_of_different_devices_overlap_in_time() -> None:
-    """A sleeping stage lets go of the interpreter; each device's own tasks never overlap."""
+    """Forwards of two devices wait for each other in the middle; each device's own tasks never overlap."""
+    meet = threading.Barrier(2)
 
-    class Slow(nn.Linear):
+    class Meets(nn.Linear):
+        """All forwards but the ``alone``-th: those of the first stage meet those of the second, a microbatch later."""
+
+        seen, alone = 0, 0
+
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.01)
+            if self.seen != self.alone:
+                meet.wait(60)
+            self.seen += 1
             return super().forward(x)
 
-    net = models.of_modules(Slow(WIDTH, WIDTH), Slow(WIDTH, WIDTH))
+    net = models.of_modules(Meets(WIDTH, WIDTH), last := Meets(WIDTH, WIDTH))
+    last.alone = 7
     with pytest.raises(pipec.RunError, match="run a step first"), runner(net) as run:
         run.trace()
     with runner(net, 2, 8, "gpipe", backend="threads") as run:
@@ -156,8 +163,8 @@ def test_tasks_of_different_devices_overlap_in_time() -> None:
         own.sort()
         assert len(own) == 16
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(own))
-    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans[0] for b in spans[1])
-    assert both > 10.0  # milliseconds, of about 70 at best
+    both = [(m, n) for m, a in enumerate(spans[0]) for n, b in enumerate(spans[1]) if max(a[0], b[0]) < min(a[1], b[1])]
+    assert {(m + 1, m) for m in range(7)} <= set(both)
 
 
 def test_a_worker_per_device() -> None:
