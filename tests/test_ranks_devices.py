@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_gpus import RUNNER, FakeGpus
 from models import chain, data, same
 from torch import nn
@@ -269,7 +271,12 @@ def turned(rank: int) -> tuple[int, bool]:
 
 
 def test_a_mesh_may_have_its_ranks_in_any_order(crew2: Any) -> None:
-    assert crew2(turned) == [(1, True), (0, True)]
+    if "sort_ranks" in signature(dist.new_group).parameters:
+        assert crew2(turned) == [(1, True), (0, True)]
+        return
+    for answer, value in crew2.answers(turned):  # torch 2.11 has no such groups
+        assert (answer, value[0]) == ("raised", "RunError")
+        assert "let them ascend along 'pp' and 'dp', or use a newer torch" in value[1]
 
 
 @pytest.fixture
