@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from declared import chain
+from declared import Dense, chain
 from models import same
 from test_asynchronous_runs import SCHEDULES, WIDTH, adam, batches, momentum, runner, stages, state
 from torch import nn
@@ -219,3 +219,33 @@ def test_overlaps_in_an_asynchronous_order_are_refused() -> None:
     with pytest.raises(pipec.ScheduleError, match=r"'live-weights' is asynchronous, but orders 0F0&0F1 as one; .*Order "
                                                   "the tasks one after another"):
         runner(stages(), Fused())
+
+
+@pytest.mark.parametrize("kind", [
+    lambda t: 0.5, lambda t: {"by": t}, lambda t: (t, 3), lambda t: None, torch.Tensor.int,
+], ids=["number", "dict", "tuple", "nothing", "integers"])
+def test_inputs_may_be_anything(kind: Callable[[Any], Any]) -> None:
+    """A later stage reads an input that is not one tensor: it arrives, and nothing asks for its gradient."""
+
+    class Reader(Dense):
+        def forward(self, h: Any, given: Any = None) -> Any:
+            assert same(given, kind(torch.ones(3)))
+            return super().forward(h)
+
+    found = []
+    for reads in (False, True):
+        first, second = stages(2)
+        if reads:
+            second.__class__ = Reader
+        net = pipec.Pipeline("net")
+        x, y = net.input("x"), net.input("y")
+        more = (net.input("given", split=None),) if reads else ()
+        out = net.stage("b", second, net.stage("a", first, x), *more)
+        net.output(out)
+        net.loss("mse", nn.functional.mse_loss, out, y)
+        named = {"given": kind(torch.ones(3))} if reads else {}
+        with pipec.Runner(net, pipec.compile(net, 2, 3, "pipemare", update="stage"), optimizer=momentum,
+                          backend="replay", seed=1) as run:
+            losses = [run.step(**batch, **named).losses for batch in batches(4)]
+            found.append([losses, run.flush().losses, state([first, second])])
+    assert same(*found)

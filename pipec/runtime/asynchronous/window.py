@@ -106,7 +106,7 @@ class Window:
         self.stood_in: set[int] = set()
         self.probe: Probe | None = None
         self.on_read: OnRead | None = None
-        self.input_gradients: list[Any] = []
+        self.input_gradients: list[Any] = [None] * len(spec.inputs)  # nobody asks for any
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.clock: StreamClock | None = None  # times of the devices, where these are not the host's
