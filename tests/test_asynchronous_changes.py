@@ -249,3 +249,30 @@ def test_inputs_may_be_anything(kind: Callable[[Any], Any]) -> None:
             losses = [run.step(**batch, **named).losses for batch in batches(4)]
             found.append([losses, run.flush().losses, state([first, second])])
     assert same(*found)
+
+
+class Turning(nn.Module):
+    """Saves one tensor more in some microbatches, in a stage whose batch norm has moved before that is noticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        h = self.norm(h)
+        return h.sin() * h if bool(h[0, 0] > 0) else h.tanh()
+
+
+def test_a_second_look_at_what_a_forward_saves_leaves_its_graph_and_statistics_alone() -> None:
+    found = []
+    for backend in ("replay", "threads"):
+        torch.manual_seed(3)
+        modules = [Turning(), Dense(), Turning()]
+        with runner(modules, "pipemare", 3, backend=backend) as run:
+            for batch in batches(6):
+                run.step(**batch)
+            run.evaluate(**batches(1)[0])
+            losses = [run.step(**batch).losses for batch in batches(6)]
+            found.append([losses, run.flush().losses, state(modules)])
+        assert [int(module.norm.num_batches_tracked) for module in modules[::2]] == [36, 36]
+    assert same(*found)

@@ -106,12 +106,14 @@ class BufferKeeper:
         return taken
 
     @torch.no_grad()
-    def exchange(self, marks: list[Mark]) -> list[Any]:
+    def exchange(self, marks: list[Mark], whole: bool = False) -> list[Any]:
         """Put copies of what was marked into the module; returns what stood there, SAME where nothing differs.
 
         A buffer that did not change since stays: the forward that is run again will hardly change it either, and
         other stages may be reading it. One that only another stage uses stays as well: that one may be running.
         Exchanging instead of writing leaves the versions that autograd remembers alone.
+
+        ``whole``: exchange what did not change too, where a graph has saved it and must not find it written into.
         """
         before: list[Any] = []
         others = self.shared - self.used
@@ -119,7 +121,7 @@ class BufferKeeper:
             now = owner[name]
             if number in others:
                 before.append(OTHERS)
-            elif now is source and (now is None or _equal(now, copy)):
+            elif not whole and now is source and (now is None or _equal(now, copy)):
                 before.append(SAME)
             else:
                 before.append(now)

@@ -151,7 +151,7 @@ class OverlappedDevice(Device):
         if signature not in known:
             if saved.seen is None:  # it saves other things than before: look at it again, then drop it
                 marks = stage.buffers.mark()
-                before = stage.buffers.exchange(marks) if marks else []
+                before = stage.buffers.exchange(marks, whole=True) if marks else []
                 try:
                     self._saving(stage, op, self._hooks(op.stage, leaves, reading.exact, casts, follow=True))
                 finally:
