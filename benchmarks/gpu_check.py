@@ -93,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind, count = accelerators()
     if not count:
         print("gpu_check: torch finds no GPU here, so nothing was checked "
-              f"(torch {torch.__version__}); the same checks run on the CPU's lanes in tests/test_gpu_check.py")
+              f"(torch {torch.__version__}); the same checks run on the CPU's lanes in tests/test_gpu_check.py, "
+              "and on a stand-in for a GPU with make standin")
         return NO_GPU
     target = Target(torch.device(kind, 0))
     print(f"{target.describe()}, torch {torch.__version__}, "
