@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from typing import Any
@@ -224,6 +225,38 @@ def test_what_was_sent_is_read_though_the_sender_has_left() -> None:
         made.lines[1].tell(0, KNOWN)  # nobody reads that
         made.lines[0].close()
         assert [two.receive((0, 1))[1].item() for _ in range(2)] == [1.0, 0.0]
+
+
+class Deaf:
+    """A poll that never hears anything, and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def poll(self, milliseconds: float) -> list[Any]:
+        self.asked.append(milliseconds)
+        return []
+
+
+@pytest.mark.parametrize("awake", [0.0, 1e-3])
+def test_a_rank_looks_for_records_before_it_sleeps_where_it_may(awake: float) -> None:
+    one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, two:
+        lines: Any = Lines(0, {1: one}, 1.0, awake)
+        lines._poll = deaf = Deaf()
+        assert not lines._look(0.25)
+        *looks, slept = deaf.asked
+        assert slept == 250.0
+        assert set(looks) == ({0} if awake else set())
+        lines.close()
+
+
+def test_ranks_that_take_turns_on_the_cores_sleep_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lines_module.awake(2, 2) > 0
+    assert lines_module.awake(8, 2) > 0
+    assert lines_module.awake(2, 3) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert lines_module.here() == 3
 
 
 def test_tables() -> None:

@@ -19,7 +19,10 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from time import perf_counter
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from pipec.runtime.distributed.blocks import PAGE, Block, Pool, Seen
 from pipec.runtime.distributed.group import gather_objects
@@ -29,6 +32,7 @@ NUMBERS = struct.Struct("8q")  # of a record: status, turn, task, how many messa
 # read, block, its size where it is told of for the first time, place and length of a description in it
 TIME = struct.Struct("2l")  # seconds and microseconds, as the kernel has them
 ROOM = 1 << 16  # bytes of the longest record
+AWAKE = 100e-6  # seconds a rank looks for a record before it sleeps; to be woken takes about half of that
 FILE = socket.CMSG_SPACE(array("i", [0]).itemsize) if hasattr(socket, "CMSG_SPACE") else 0
 
 
@@ -59,10 +63,11 @@ class Lines(RecordLines):
         pools: per rank the blocks for what goes there.
     """
 
-    def __init__(self, me: int, sockets: dict[int, socket.socket], timeout: float) -> None:
-        """``timeout``: seconds after which a rank is given up whose line is full, as it does not read."""
+    def __init__(self, me: int, sockets: dict[int, socket.socket], timeout: float, awake: float = 0.0) -> None:
+        """``timeout``: seconds after which a rank is given up whose line is full, as it does not read; ``awake``:
+        seconds to look for a record before the thread sleeps."""
         super().__init__(me, sockets)
-        self._sockets = sockets
+        self._sockets, self._awake = sockets, awake
         for line in sockets.values():
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(int(timeout), int(timeout % 1 * 1e6)))
         self._poll = select.poll()
@@ -175,7 +180,12 @@ class Lines(RecordLines):
         return self._seen[peer][block]
 
     def _look(self, seconds: float) -> bool:
-        ready = self._poll.poll(seconds * 1e3)
+        ready, poll = [], self._poll.poll
+        if self._awake:
+            end = perf_counter() + self._awake
+            while not (ready := poll(0)) and perf_counter() < end:
+                pass
+        ready = ready or poll(seconds * 1e3)
         for number, _ in ready:
             if number in self._peers:
                 self.take(self._peers[number])
@@ -224,10 +234,22 @@ def connected(group: Any, me: int, size: int, timeout: float) -> Lines | None:
         else:
             fine = False
         if all(gather_objects(group, fine, size)):
-            return Lines(me, dict(sorted(lines.items())), timeout)
+            return Lines(me, dict(sorted(lines.items())), timeout, awake(len(os.sched_getaffinity(0)), here()))
     for line in lines.values():
         line.close()
     return None
+
+
+def here() -> int:
+    """How many ranks are on this host, as far as torchrun says so, else on all."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdecimal() else dist.get_world_size()
+
+
+def awake(cores: int, ranks: int) -> float:
+    """Seconds that ranks may look for records before they sleep: none where they take turns on the cores, as the one
+    that looks may hold up the one it waits for."""
+    return AWAKE if ranks <= cores else 0.0
 
 
 def _opened(size: int) -> tuple[socket.socket | None, str | None]:
