@@ -2,8 +2,9 @@
 
     python benchmarks/ranks.py [--rounds 15] [--markdown]
 
-Two gloo processes with one thread each, 16 microbatches. A stage is a stack of Linear and ReLU, deep enough that its
-forward takes the time named; backward takes about twice that. Contenders take turns within each round. pipec hands
+Two gloo processes with one thread each, 16 microbatches. Each process has a stack of Linear and ReLU, deep enough that
+one microbatch, forward and backward, takes about the time named; the tables say what it took in one process alone. The
+zero-bubble order cuts each stack into two stages. Contenders take turns within each round. pipec hands
 values over through shared memory, as both ranks are on one host, then through sockets, as between hosts, and through
 gloo, which is what remains where there can be no sockets; PyTorch and a loop written by hand use gloo. The loop does
 nothing but 1f1b's forwards, backwards, sends and receives, these all posted at the beginning: what gloo allows. Costs
@@ -42,6 +43,7 @@ MICROBATCHES, ROWS = 16, 64
 PAIRS = {  # pipec's schedule, PyTorch's class, stages per rank
     "1f1b": ("Schedule1F1B", 1), "interleaved-zero-bubble": ("ScheduleInterleavedZeroBubble", 2),
 }
+SIZES = {"1 ms": 1e-3, "5 ms": 5e-3, "15 ms": 15e-3}  # of one microbatch on one process, forward and backward
 ALONE, HAND = "one process", "by hand, 1f1b through gloo"
 APART: dict[str, tuple[str, ...]] = {", through sockets": (SOCKETS,), ", through gloo": ()}  # as on several hosts
 
@@ -54,12 +56,12 @@ def stage(width: int, layers: int) -> nn.Sequential:
 
 
 def layers_for(seconds: float, width: int) -> int:
-    """How many layers take ``seconds`` forward on this machine, undisturbed."""
-    probe, x = stage(width, 8), torch.randn(ROWS, width)
+    """How many layers take ``seconds`` forward and backward on this machine, undisturbed."""
+    probe, x = stage(width, 8), torch.randn(ROWS, width, requires_grad=True)
     times = []
     for _ in range(15):
         begin = time.perf_counter()
-        probe(x)
+        probe(x).sum().backward()
         times.append(time.perf_counter() - begin)
     return max(1, round(seconds / (statistics.median(times) / 8)))
 
@@ -238,23 +240,24 @@ def serve(rank: int, store: str, answers: Any, count: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     width = 256
-    for name, seconds in (("1 ms", 1e-3), ("5 ms", 5e-3)):
+    for name, seconds in SIZES.items():
         depth = [layers_for(seconds, width) if rank == 0 else 0]
         dist.broadcast_object_list(depth)
         depth[0] += depth[0] % 2  # two stages per rank need an even number
-        answers.put((name, rank, contest(rank, width, depth[0], count if seconds < 2e-3 else max(3, count // 2), True)))
+        answers.put((name, rank, contest(rank, width, depth[0], count if seconds < 1e-2 else max(3, count // 2), True)))
     answers.put(("host", rank, contest(rank, 8, 2, count, False)))
     dist.destroy_process_group()
 
 
 def tables(found: dict[str, dict[int, Any]]) -> list[rounds.Table]:
     made = []
-    for name in ("1 ms", "5 ms"):
+    for name in SIZES:
         both = found[name]
         times = {
             key: [max(a[0], b[0]) for a, b in zip(both[0]["times"][key], both[1]["times"][key], strict=True)]
             for key in both[0]["times"]
         }
+        single = statistics.median(times[ALONE]) / (2 * MICROBATCHES) * 1e3
         rows = []
         for key, own in times.items():
             peer = next((f"torch {PAIRS[s][0]}" for s in PAIRS if key.startswith(f"pipec {s}")), None)
@@ -268,7 +271,7 @@ def tables(found: dict[str, dict[int, Any]]) -> list[rounds.Table]:
                 "" if peer is None else str(rounds.ratio(times[peer], own)), share, bound,
             ))
         made.append(rounds.Table(
-            f"tasks of {name}, {MICROBATCHES} microbatches, two processes",
+            f"{MICROBATCHES} microbatches of about {name} in each of two processes; {single:.2g} ms measured",
             ("", "ms a step", "throughput / one process", "throughput / torch's", "simulated / measured",
              "tasks alone / measured"), rows,
         ))
@@ -299,7 +302,7 @@ def main() -> None:
         for process in processes:
             process.start()
         found: dict[str, dict[int, Any]] = {}
-        for _ in range(6):
+        for _ in range(2 * len(SIZES) + 2):
             name, rank, result = answers.get(timeout=300)
             found.setdefault(name, {})[rank] = result
         for process in processes:
