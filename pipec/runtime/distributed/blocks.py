@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.runtime.distributed.wire import Envelope, Frame, Leaf, placed, rebuilt
+from pipec.runtime.distributed.wire import Envelope, Frame, placed, rebuilt
 
 PAGE = 4096
 EVERY = 1 << 62  # above every number
+FORMS = 8  # of the messages that a block was used for last: values and gradients take turns in it
 KEEP = 16  # turns after which a block that nothing was sent in is given back
 
 
@@ -27,7 +29,7 @@ def mapped(file: int, size: int) -> Tensor:
 
 
 class Block:
-    """Memory of the sender's, and an envelope of the form that was sent in it last.
+    """Memory of the sender's, and envelopes of the forms that were sent in it last.
 
     Attributes:
         number: its name between the two ranks.
@@ -36,7 +38,7 @@ class Block:
         used: the turn in which it was taken last.
     """
 
-    __slots__ = ("_envelope", "file", "memory", "number", "size", "used")
+    __slots__ = ("_envelopes", "file", "memory", "number", "size", "used")
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size, self.used = number, size, 0
@@ -47,15 +49,23 @@ class Block:
         except BaseException:
             os.close(self.file)
             raise
-        self._envelope: Envelope | None = None
+        self._envelopes: dict[int, Envelope] = {}  # by id of the frame, which the envelope keeps
 
     def envelope(self, frame: Frame) -> Envelope:
         """To fill with tensors of ``frame``."""
-        made = self._envelope
-        if made is None or (made.frame is not frame and made.frame.leaves != frame.leaves):
+        made = self._envelopes.get(id(frame))
+        if made is None:
             with torch.inference_mode(False):
-                made = self._envelope = Envelope(frame, self.memory)
+                made = Envelope(frame, self.memory)
+            remember(self._envelopes, frame, made)
         return made
+
+
+def remember(made: dict[int, Any], frame: Frame, item: Any) -> None:
+    """Keep what was made for a form, in the place of the oldest if there are many."""
+    if len(made) >= FORMS:
+        del made[next(iter(made))]
+    made[id(frame)] = item
 
 
 class Pool:
@@ -119,29 +129,30 @@ class Pool:
 
 
 class Seen:
-    """A block of another rank's as its reader sees it, with views for the form that was read from it last."""
+    """A block of another rank's as its reader sees it, with views for the forms that were read from it last."""
 
-    __slots__ = ("_leaves", "_views", "memory", "size")
+    __slots__ = ("_views", "memory", "size")
 
     def __init__(self, file: int, size: int) -> None:
         self.memory, self.size = mapped(file, size), size
-        self._leaves: tuple[Leaf, ...] | None = None
-        self._views: list[Tensor | None] = []
+        self._views: dict[int, tuple[Frame, list[Tensor | None]]] = {}  # by id of the frame
 
     def tensors(self, frame: Frame) -> list[Tensor]:
         """Copies of the tensors of ``frame`` in it."""
-        if self._leaves is not frame.leaves and self._leaves != frame.leaves:
+        seen = self._views.get(id(frame))
+        if seen is None:
             with torch.inference_mode(False):
-                self._views = [
+                seen = frame, [
                     placed(frame, number, self.memory, at) if frame.plain[number] else None
                     for number, at in enumerate(frame.offsets)
                 ]
-        self._leaves = frame.leaves
-        if len(frame.leaves) == 1 and self._views[0] is not None:  # most are: no loops
-            lone = self._views[0].clone()
+            remember(self._views, frame, seen)
+        views = seen[1]
+        if len(frame.leaves) == 1 and views[0] is not None:  # most are: no loops
+            lone = views[0].clone()
             return [lone.requires_grad_() if frame.leaves[0].grad else lone]
         made = [
-            self._rebuilt(frame, number) if view is None else view.clone() for number, view in enumerate(self._views)
+            self._rebuilt(frame, number) if view is None else view.clone() for number, view in enumerate(views)
         ]
         for leaf, tensor in zip(frame.leaves, made, strict=True):
             if leaf.grad:
