@@ -72,10 +72,10 @@ def layouts(plan: Plan, mesh: Any, replicas: int) -> list[tuple[tuple[int, ...],
             )
         table = np.arange(world).reshape(1, replicas, plan.devices)
     else:
-        names = tuple(mesh.mesh_dim_names or ())
+        names, blocks = whole_mesh(mesh)
         if "pp" not in names:
             raise RunError(f"mesh= needs a dimension named 'pp' (and 'dp' for replicas); it has {names or 'no names'}")
-        sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+        sizes = dict(zip(names, blocks.shape[1:], strict=True))
         if sizes["pp"] != plan.devices or sizes.get("dp", 1) != replicas:
             raise RunError(
                 f"the plan has {plan.devices} devices and {replicas} replicas; the mesh has pp={sizes['pp']}, "
@@ -83,8 +83,36 @@ def layouts(plan: Plan, mesh: Any, replicas: int) -> list[tuple[tuple[int, ...],
             )
         order = [n for n in range(len(names)) if names[n] not in ("dp", "pp")]
         order += [names.index(name) for name in ("dp", "pp") if name in names]
-        table = mesh.mesh.permute(order).numpy().reshape(-1, replicas, plan.devices)
+        table = blocks.permute(0, *(n + 1 for n in order)).numpy().reshape(-1, replicas, plan.devices)
     return [tuple(tuple(int(r) for r in row) for row in block) for block in table]
+
+
+def whole_mesh(mesh: Any) -> tuple[tuple[str, ...], Tensor]:
+    """The names of a mesh's dimensions, and the global ranks of all its siblings, shape (siblings, *sizes).
+
+    A slice of a mesh, ``mesh["pp"]`` say, has the ranks of this process's own part only, and every process makes the
+    groups of all: so its other parts are taken from the mesh that it was sliced from.
+
+    Raises:
+        RunError: it is no DeviceMesh.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # not in builds of torch without torch.distributed
+
+    if not isinstance(mesh, DeviceMesh):
+        raise RunError(
+            f"mesh= is a torch.distributed.device_mesh.DeviceMesh with a dimension 'pp' (and 'dp' for replicas), such "
+            f"as init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'pp')); got a {type(mesh).__name__}"
+        )
+    names = tuple(mesh.mesh_dim_names or ())
+    root = mesh._get_root_mesh()
+    known = tuple(root.mesh_dim_names or ())
+    if root is mesh or not names:
+        return names, root.mesh.unsqueeze(0)
+    if not set(names) <= set(known):  # some of its dimensions are several of the other's, flattened
+        return names, mesh._layout.remap_to_tensor(mesh._rank_map)
+    order = [n for n, name in enumerate(known) if name not in names] + [known.index(name) for name in names]
+    sizes = [root.mesh.shape[known.index(name)] for name in names]
+    return names, root.mesh.permute(order).reshape(-1, *sizes)
 
 
 @define(eq=False)
@@ -126,7 +154,10 @@ def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float) -> Groups:
         made = _groups(ranks, me, timedelta(seconds=timeout))
         own = made or own
     if own is None:
-        raise RunError(f"rank {me} is in no pipeline of the mesh")
+        raise RunError(
+            f"rank {me} is in no pipeline of the mesh, so it has no Runner; it has done its part, since process groups "
+            "are made by every process of the world: catch this error there and go on"
+        )
     return own
 
 
