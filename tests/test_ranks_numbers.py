@@ -219,6 +219,27 @@ def test_a_rank_that_reads_late_holds_nobody_up(crew4: Any) -> None:
     assert crew4(read_last, "gpipe") == [[]] * 4
 
 
+def counted(rank: int, size: int) -> list[Any]:
+    """Losses of other types than most, some of them for evaluation only; a complex one is refused."""
+    found: list[Any] = []
+    for fn in (lambda h, y: (h > y).sum(), lambda h, y: (h > y).any(), lambda h, y: (h > y).sum().int(),
+               lambda h, y: (h - y).mean().half()):
+        results = []
+        for backend in (None, "replay"):
+            net = chain(4, loss=fn, reduction="sum")
+            with pipec.Runner(net, pipec.compile(net, size, 4), backend=backend) as run:
+                results.append(run.evaluate(**data()).losses)
+        found.append(same(*results))
+    net = chain(4, loss=lambda h, y: h.mean().to(torch.complex64))
+    with pipec.Runner(net, pipec.compile(net, size, 4)) as run, pytest.raises(pipec.RunError) as error:
+        run.evaluate(**data())
+    return [*found, "must return a real number, got a tensor of torch.complex64; take .real" in str(error.value)]
+
+
+def test_losses_of_every_type(crew2: Any) -> None:
+    assert crew2(counted, 2) == [[True] * 5] * 2
+
+
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 

@@ -309,3 +309,51 @@ def scaled(rank: int, broken: bool) -> tuple[bool, float, list[float]]:
 def test_an_inf_anywhere_skips_every_stage(crew2: Any) -> None:
     assert crew2(scaled, True) == [(True, 512.0, [1.0])] * 2
     assert crew2(scaled, False) == [(False, 1024.0, [-0.5]), (False, 1024.0, [-1.0])]
+
+
+def scaled_by_the_script(rank: int, size: int, replicas: int) -> Any:
+    """The script's own optimizer and scaler, with clipping, and an inf in the gradient of one stage in two of six
+    steps; beside one process with one optimizer for all."""
+    found = []
+    for many in (True, False):
+        net, armed = tied(4), [False]
+        weight = net.spec.stages[3].fn.weight
+        weight.register_hook(lambda g, armed=armed: g * (torch.inf if armed[0] else 1.0))
+        plan = pipec.compile(net, size, 4, data_parallel=replicas if many else 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        with pipec.Runner(net, plan, backend=None if many else "replay", scaler=scaler) as run:
+            mine, scales = torch.optim.SGD(list(run.parameters()), lr=0.5), []
+            for step in range(6):
+                armed[0] = step in (1, 4) and (not many or rank // size == 0)
+                run.step(**data(8, step))
+                scaler.unscale_(mine)
+                run.clip_grad_norm_(0.1)
+                scaler.step(mine)
+                scaler.update()
+                mine.zero_grad()
+                scales.append(scaler.get_scale())
+            found.append((scales, {id(p) for p in run.parameters()}, parameters(net)))
+    (scales, own, mine), (expected, _, theirs) = found
+    assert expected == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0]
+    return scales == expected, [torch.allclose(p, q) for p, q in zip(mine, theirs, strict=True) if id(p) in own]
+
+
+def test_the_scripts_own_scaler_skips_on_every_rank(crew2: Any, crew4: Any) -> None:
+    for answers in (crew2(scaled_by_the_script, 2, 1), crew4(scaled_by_the_script, 2, 2)):
+        assert all(scales and equal and all(equal) for scales, equal in answers)
+
+
+def other_scales(rank: int) -> list[str]:
+    told = []
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=8.0 * (rank + 1)),
+                   torch.amp.GradScaler("cpu", init_scale=8.0, enabled=rank == 0)):
+        net = chain(2)
+        with pytest.raises(pipec.RankError) as error:
+            pipec.Runner(net, pipec.compile(net, 2), scaler=scaler)
+        told.append(str(error.value).split(". ")[-1])
+    return told
+
+
+def test_ranks_scale_alike(crew2: Any) -> None:
+    assert crew2(other_scales) == [["scaler: scale 8 on rank 0; scale 16 on rank 1",
+                                    "scaler: scale 8 on rank 0; none on rank 1"]] * 2

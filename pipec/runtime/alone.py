@@ -105,9 +105,9 @@ class Alone:
         """Commit and update; it ends when it ended everywhere."""
         work()
 
-    def anywhere(self, flag: bool) -> bool:
-        """Whether ``flag`` is true in any process."""
-        return flag
+    def anywhere(self) -> Callable[[bool], bool] | None:
+        """A function that tells whether a flag is true in any process; None where there is no other."""
+        return None
 
     def norm(self, stages: Sequence[Stage], norm_type: float) -> Tensor:
         """The norm of all gradients, as :func:`torch.nn.utils.get_total_norm` computes it."""

@@ -27,9 +27,9 @@ class Updater:
 
     def __init__(
         self, plan: Plan, optimizer: Any, stages: Sequence[Stage], scaler: Any = None, hook: Hook | None = None,
-        anywhere: Callable[[bool], bool] = bool,
+        anywhere: Callable[[bool], bool] | None = None,
     ) -> None:
-        """``anywhere``: whether a flag is true in any of the processes that run the plan."""
+        """``anywhere``: whether a flag is true in any of the processes that run the plan; None: there is one."""
         self.update, self.scaler, self.hook, self._anywhere = plan.update, scaler, hook, anywhere
         self.per_stage: dict[int, Optimizer] = {}
         self.skip = self.in_hook = False
@@ -103,15 +103,18 @@ class Updater:
 
     def prepare(self, parameters: list[Tensor]) -> None:
         """All gradients are there: unscale them, look for inf, call the user's hook. Before any UPDATE."""
+        scaled = self.scaler is not None and self.scaler.is_enabled()
         if self.update is None:
+            if scaled and self._anywhere is not None:
+                share_inf([p.grad for p in parameters if p.grad is not None], self._anywhere)
             return
         everything = self._everything(parameters)
-        if self.scaler is not None and self.scaler.is_enabled():
+        if scaled:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
             gradients = [p.grad for p in everything if p.grad is not None]
             found = not all_finite(gradients)
-            self.skip = self._anywhere(found)
+            self.skip = found if self._anywhere is None else self._anywhere(found)
             tell_scaler(self.scaler, self.skip)
         if self.hook is not None and not self.skip:
             self.in_hook = True
@@ -146,6 +149,11 @@ class Updater:
             parameter.grad = None
 
 
+def told_scale(scaler: Any) -> str:
+    """What all processes of a run must have alike of their scalers, for an error."""
+    return f"scale {scaler.get_scale():g}" if scaler is not None and scaler.is_enabled() else "none"
+
+
 def tell_scaler(scaler: Any, found: bool) -> None:
     """Let a scaler know whether there was an inf anywhere, so that the scales of all processes stay the same."""
     states = scaler._per_optimizer_states
@@ -155,6 +163,15 @@ def tell_scaler(scaler: Any, found: bool) -> None:
         for state in states.values():
             for flag in state["found_inf_per_device"].values():
                 flag.fill_(1.0)
+
+
+def share_inf(gradients: Sequence[Tensor], anywhere: Callable[[bool], bool]) -> None:
+    """Let an inf of any process be seen in the gradients of all: then the script's own scaler, of which each process
+    has one, skips the update in all of them and the scales stay the same."""
+    found = not all_finite(gradients)
+    if anywhere(found) and not found:
+        for gradient in gradients:
+            gradient.fill_(torch.inf)
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:

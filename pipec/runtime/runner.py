@@ -29,7 +29,7 @@ from pipec.runtime.failure import Undo, annotate
 from pipec.runtime.fit import check_asynchronous_options, check_fit
 from pipec.runtime.gradients import Accumulator, commit
 from pipec.runtime.group_hooks import anchor_reads, check_group_hooks, modules_are_watched
-from pipec.runtime.optim import Hook, Updater
+from pipec.runtime.optim import Hook, Updater, told_scale
 from pipec.runtime.placement import generators_of, homes, place_stages, real_devices
 from pipec.runtime.program import Op, Program, build_program
 from pipec.runtime.randomness import DeviceGenerator, Position, Randomness, Streams, generator_of
@@ -115,7 +115,7 @@ class Runner(Overlapping, Stateful):
         self._party: Alone = party(self.spec, plan, backend, devices, mesh, timeout, outputs)
         self._real = self._party.real(plan) or self._real
         self._rescheduling, self._delay, self._left = rescheduling, delay, []
-        options = {"scaler": scaler is not None, "outputs option": outputs, "rescheduling": rescheduling,
+        options = {"scaler": told_scale(scaler), "outputs option": outputs, "rescheduling": rescheduling,
                    "delay": delay}
         with self._party.agreement(options):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
@@ -154,7 +154,7 @@ class Runner(Overlapping, Stateful):
         self._backend: Backend = self._party.backend or make_backend(
             backend, self.spec.name, plan.devices, watchdog, self._real, replicas
         )
-        self._updater = Updater(plan, optimizer, self.stages, scaler, hook, self._party.anywhere)
+        self._updater = Updater(plan, optimizer, self.stages, scaler, hook, self._party.anywhere())
         self._owners = self._party.owners(self.stages, model)
 
     # -- steps ----------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ class Stage:
         """A loss for one microbatch, a scalar.
 
         Raises:
-            RunError: it is no scalar tensor, or leaves rows out without ``count=``.
+            RunError: it is no scalar tensor, complex, or leaves rows out without ``count=``.
         """
         what = f"loss {loss.spec.name!r} of stage {self.name!r}"
         fn = loss.spec.fn
@@ -288,6 +288,8 @@ class Stage:
         if not isinstance(value, Tensor) or value.dim() != 0:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise RunError(f"{what} must return a scalar tensor, got {got}; reduce it with .mean() or .sum()")
+        if value.is_complex():
+            raise RunError(f"{what} must return a real number, got a tensor of {value.dtype}; take .real or .abs()")
         return value
 
 

@@ -327,9 +327,9 @@ class Ranks(Held):
 
     # -- agreement ------------------------------------------------------------------------------------------
 
-    def anywhere(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank."""
-        return any(row[2] > 0 for row in self._council.table(ANYWHERE, [float(flag)], None))
+    def anywhere(self) -> Callable[[bool], bool]:
+        """A function that tells whether a flag is true on any rank; all of them call it."""
+        return lambda flag: any(row[2] > 0 for row in self._council.table(ANYWHERE, [float(flag)], None))
 
     def switch(self, plan: Plan, check: Callable[[], None]) -> None:
         """Raise RunError when another plan cannot take the place of this one, on any rank."""

@@ -12,12 +12,15 @@ from pipec.ir import Plan
 from pipec.runtime.result import Result
 from pipec.runtime.step import Step, joined_output, total_loss
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (  # that a loss may have; of counts that an evaluation makes too
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+)
 LOSS_WIDTH = 2  # per loss: its dtype as a place in DTYPES plus one, 0 where it was not computed; its value
 
 
 def loss_row(step: Step, plan: Plan, device: int) -> list[float]:
-    """The losses computed on ``device``, as numbers; float64 holds each of the dtypes exactly."""
+    """The losses computed on ``device``, as numbers; float64 holds them exactly, integers up to 2^53."""
     row: list[float] = []
     for index, loss in enumerate(step.batch.spec.losses):
         if index in step.wanted_losses and plan.stage_device(loss.home) == device:
