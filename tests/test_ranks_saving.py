@@ -199,3 +199,138 @@ def test_checkpoints_that_do_not_fit(crew2: Any, tmp_path: Path) -> None:
     assert "missing: s2.0.weight, s2.0.bias" in first + second
     assert "run.save" not in first + second  # that is what wrote it
     assert {first.split(":")[0], second.split(":")[0]} == {"RunError", "RankError"}
+
+
+# -- checkpoints that are refused, on all ranks or on none -------------------------------------------------------------
+
+
+def refused(rank: int, folder: str, loads: list[tuple[str, int, str | None]]) -> list[Any]:
+    """Load what does not fit: the error, and whether everything is as before and the next step is right."""
+    found: list[Any] = []
+    for name, stages, update in loads:
+        net = chain(stages)
+        plan = pipec.compile(net, 2, 4, update=update)
+        with pipec.Runner(net, plan, optimizer=adam if update else None) as run:
+            before = run.checkpoint()
+            with pytest.raises(pipec.RunError) as error:
+                run.load(f"{folder}/{name}")
+            after = run.checkpoint()
+            ok = same([before["model"], before["random"]], [after["model"], after["random"]])
+            found.append((str(error.value), ok, same(run.step(**data()).loss, first_loss(stages))))
+    return found
+
+
+def first_loss(stages: int) -> Tensor:
+    return pipec.reference(chain(stages), 4).step(**data()).loss
+
+
+def saved(folder: Path, stages: int, update: str | None = "stage") -> None:
+    net = chain(stages)
+    plan = pipec.compile(net, 1, 4, update=update)
+    with pipec.Runner(net, plan, optimizer=adam if update else None, backend="replay") as run:
+        run.step(**data(8, 5))
+        run.save(folder)
+
+
+def test_a_checkpoint_that_one_rank_cannot_take_is_taken_by_none(crew2: Any, tmp_path: Path) -> None:
+    """Two stages in the folder, three on two ranks: the first rank has all that it needs."""
+    saved(tmp_path / "two", 2)
+    saved(tmp_path / "four", 4)
+    saved(tmp_path / "plain", 2, None)
+    tries = [("two", 3, "stage"), ("four", 2, "stage"), ("two", 2, None), ("plain", 2, "stage")]
+    first, second = crew2(refused, str(tmp_path), tries)
+    assert all(kept and right for _, kept, right in first + second)
+    assert first[0][0].startswith(f"rank 1 failed: RunError: {tmp_path / 'two'}: 2 problems")
+    assert first[0][0].endswith("this rank is as before")
+    assert "missing: s2.0.weight, s2.0.bias" in second[0][0]
+    only = "load only the model with torch.distributed.checkpoint.load({'model': run.state_dict()}, checkpoint_id="
+    for answers in (first, second):
+        assert "1. unknown: s2.0.weight, s2.0.bias, s3.0.weight, s3.0.bias" in answers[1][0]
+        assert f"but this plan has no UPDATE; {only}'{tmp_path / 'two'}')" in answers[2][0]
+        assert f"it has no optimizer states, since its plan had no UPDATE; {only}" in answers[3][0]
+
+
+def only_the_model(rank: int, path: str) -> list[bool]:
+    """What the advice says, with shared parameters and without."""
+    net = of_modules(*(layer := nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), Head(layer.weight))
+    with pipec.Runner(net, pipec.compile(net, 2, 4, update="stage"), optimizer=adam) as run:
+        run.step(**data())
+        run.save(path)
+        expected = [p.clone() for p in run.parameters()]
+    with torch.no_grad():
+        for p in parameters(net):
+            p.add_(rank + 1.0)
+    with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
+        dcp.load({"model": run.state_dict()}, checkpoint_id=path)
+        return [same(p.detach(), q) for p, q in zip(run.parameters(), expected, strict=True)]
+
+
+def test_only_the_model_is_loaded(crew2: Any, tmp_path: Path) -> None:
+    assert all(all(own) and own for own in crew2(only_the_model, str(tmp_path / "model")))
+
+
+def damage(folder: Path, how: str) -> None:
+    file = sorted(folder.glob("*.distcp"))[-1]
+    if how == "gone":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(file.read_bytes()[:500])
+    elif how == "noise":
+        file.write_bytes(b"x" * file.stat().st_size)
+    else:
+        (folder / ".metadata").write_bytes(b"nonsense")
+
+
+def test_damaged_checkpoints(crew2: Any, tmp_path: Path) -> None:
+    kinds = ["gone", "cut", "noise", "head"]
+    for how in kinds:
+        saved(tmp_path / how, 2)
+        damage(tmp_path / how, how)
+    first, second = crew2(refused, str(tmp_path), [(how, 2, "stage") for how in kinds])
+    for answers in zip(first, second, kinds, strict=True):
+        for text, kept, right in answers[:2]:
+            assert f"the checkpoint in {tmp_path / answers[2]} is damaged: " in text
+            assert kept
+            assert right
+    assert "FileNotFoundError" in first[0][0]
+    net = chain(2)
+    with pipec.Runner(net, pipec.compile(net, 1, 4), backend="replay") as run, pytest.raises(pipec.RunError) as error:
+        run.load(tmp_path / "head")
+    assert "is damaged: UnpicklingError" in str(error.value)
+
+
+def unwritten(rank: int, folder: str) -> list[Any]:
+    """A folder that cannot be made, and one in which a checkpoint is written over and the writing does not end."""
+    net = chain(2)
+    with pipec.Runner(net, pipec.compile(net, 2, 4)) as run:
+        found: list[Any] = []
+        with pytest.raises(pipec.RunError) as error:
+            run.save(f"{folder}/file/below")
+        found.append(str(error.value))
+        run.save(f"{folder}/over")
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", full)
+            with pytest.raises(pipec.RunError) as error:
+                run.save(f"{folder}/over")
+        found.append(str(error.value))
+        with pytest.raises(pipec.RunError, match="holds no checkpoint, or one that was not written to its end"):
+            run.load(f"{folder}/over")
+        run.save(f"{folder}/over")
+        run.load(f"{folder}/over")
+        return [*found, same(run.step(**data()).loss, first_loss(2))]
+
+
+def full(*_: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_a_checkpoint_that_is_not_written_to_its_end_is_none(crew2: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    first, second = crew2(unwritten, str(tmp_path))
+    told = f"no checkpoint was written to {tmp_path / 'file' / 'below'}: NotADirectoryError"
+    assert first[0].startswith(told)
+    assert second[0].startswith(f"rank 0 failed: RunError: {told}")
+    for answers in (first, second):
+        assert answers[1] == f"no checkpoint was written to {tmp_path / 'over'}: device 1: OSError: no space left"
+        assert answers[2]

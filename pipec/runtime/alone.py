@@ -27,6 +27,7 @@ from pipec.runtime.step import Batch, Step
 from pipec.spec import Spec
 
 Path = str | os.PathLike[str]
+Restoring = Callable[[dict[str, Any], Path], Callable[[], None]]  # gives what goes on from a checkpoint that fits
 
 
 class Alone:
@@ -125,13 +126,15 @@ class Alone:
 
     def save(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
         """Write what ``state`` gives in every process to one folder."""
-        saving.write(path, *saving.taken_apart(state()), None)
+        made = saving.taken_apart(state())
+        saving.begin(path)
+        saving.write(path, *made, None)
 
     def load(
-        self, path: Path, owners: Sequence[names.Owner], elsewhere: set[int], restore: Callable[[dict[str, Any]], None]
+        self, path: Path, owners: Sequence[names.Owner], elsewhere: set[int], restoring: Restoring
     ) -> None:
-        """Read the part of a folder that ``owners`` have names for, and restore it."""
-        restore(saving.read(path, names.named(owners)))
+        """Read the part of a folder that ``owners`` have names for, and go on from it."""
+        restoring(saving.read(path, names.named(owners)), path)()
 
     def switch(self, plan: Plan, check: Callable[[], None]) -> None:
         """Raise RunError when another plan cannot take the place of this one; ``check`` raises what is wrong here."""

@@ -15,7 +15,7 @@ in it depends on devices, schedule or microbatches, nor, when the runner knows t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -52,16 +52,20 @@ def save(
     return _copied(state)  # type: ignore[no-any-return]
 
 
-def restore(
+def restoring(
     found: Sequence[Owner], optimizers: Optimizers, scaler: Any, state: Any, elsewhere: AbstractSet[int] = frozenset(),
-    part: str = "",
-) -> Position:
-    """Load a checkpoint; where the random numbers go on is returned. ``part``: what to say where it has only a part.
+    what: str = "checkpoint", part: str = "", only_model: str = "",
+) -> Callable[[], Position]:
+    """A function that loads a checkpoint and returns where the random numbers go on. Nothing is loaded before.
+
+    Args:
+        what: what an error calls it.
+        part: what to say where it has only a part.
+        only_model: advice on how to load it without the states of optimizers.
 
     Raises:
-        RunError: listing everything that does not fit; nothing is loaded then.
+        RunError: listing everything that does not fit.
     """
-    what = "checkpoint"
     if not isinstance(state, Mapping) or not all(part in state for part in PARTS):
         raise RunError(
             f"{what}: expected a dict from checkpoint() with {', '.join(PARTS)}; got "
@@ -70,17 +74,21 @@ def restore(
     if state["format"] != FORMAT:
         raise RunError(f"{what}: it has format {state['format']!r}, this version of pipec reads {FORMAT}")
     problems = model_problems(found, state["model"], part, bool(elsewhere))
-    ready, more = _fit_optimizers(found, optimizers, state["optimizer"], elsewhere)
+    ready, more = _fit_optimizers(found, optimizers, state["optimizer"], elsewhere, only_model)
     problems += more
     if state["scaler"] and scaler is None:
         problems.append(Problem("it has the state of a gradient scaler; give Runner(scaler=...)"))
     raise_all(what, problems, RunError)
-    load_model(found, state["model"])
-    for optimizer, own in ready:
-        optimizer.load_state_dict(_copied(own))  # else the optimizer would go on in the checkpoint's own tensors
-    if state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
-    return Position(state["random"]["seed"], state["random"]["step"])
+
+    def load() -> Position:
+        load_model(found, state["model"])
+        for optimizer, own in ready:
+            optimizer.load_state_dict(_copied(own))  # else the optimizer would go on in the checkpoint's own tensors
+        if state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+        return Position(state["random"]["seed"], state["random"]["step"])
+
+    return load
 
 
 def _save_optimizers(found: Sequence[Owner], optimizers: Optimizers, elsewhere: AbstractSet[int]) -> dict[str, Any]:
@@ -107,12 +115,16 @@ def _save_optimizers(found: Sequence[Owner], optimizers: Optimizers, elsewhere: 
 
 
 def _fit_optimizers(
-    found: Sequence[Owner], optimizers: Optimizers, saved: Mapping[str, Any], elsewhere: AbstractSet[int]
+    found: Sequence[Owner], optimizers: Optimizers, saved: Mapping[str, Any], elsewhere: AbstractSet[int],
+    only_model: str,
 ) -> tuple[list[tuple[Optimizer, dict[str, Any]]], list[Problem]]:
     """Per optimizer the state dict to load, and what does not fit."""
+    if optimizers and not saved["groups"]:
+        return [], [Problem(f"it has no optimizer states, since its plan had no UPDATE; {only_model}")]
     names = aliases(found)
     groups = {name: group for group in saved["groups"] for name in group["names"]}
-    ready, problems, used = [], [], set()
+    ready, used = [], set()
+    problems: list[Problem] = []
     for label, optimizer in optimizers.items():
         _check_named(names, label, optimizer, elsewhere)
         packed: list[dict[str, Any]] = []
@@ -131,7 +143,7 @@ def _fit_optimizers(
                 if name in saved["state"]:
                     states[key] = saved["state"][name]
             used |= set(called)
-            problems += _group_problems(label, optimizer, called, groups)
+            problems += _group_problems(label, optimizer, called, groups, problems)
             options = groups[called[0]]["options"] if called else {}
             packed.append({**now, **options, "params": now["params"]})
         if missing:
@@ -142,8 +154,7 @@ def _fit_optimizers(
     if unknown and optimizers:
         problems.append(Problem(f"no optimizer here has {', '.join(unknown)}"))
     elif unknown:
-        problems.append(Problem("it has optimizer states, but this plan has no UPDATE; load only the model with "
-                                "load_state_dict(checkpoint['model'])"))
+        problems.append(Problem(f"it has optimizer states, but this plan has no UPDATE; {only_model}"))
     problems += [
         Problem(f"optimizer {label!r} had a state that belongs to no single parameter, and is not here")
         for label in saved["more"] if label not in optimizers
@@ -152,13 +163,14 @@ def _fit_optimizers(
 
 
 def _group_problems(
-    label: str, optimizer: Optimizer, called: Sequence[str], groups: Mapping[str, Any]
+    label: str, optimizer: Optimizer, called: Sequence[str], groups: Mapping[str, Any], known: Sequence[Problem]
 ) -> list[Problem]:
-    """Whether one parameter group can go on with what its parameters had."""
+    """Whether one parameter group can go on with what its parameters had; what is against it, unless it is known."""
     kind, problems = type(optimizer).__name__, []
     others = sorted({groups[name]["optimizer"] for name in called} - {kind})
     if others:
-        problems.append(Problem(f"optimizer {label!r} is {kind}, the checkpoint's is {', '.join(others)}"))
+        problem = Problem(f"optimizer {label!r} is {kind}, the checkpoint's is {', '.join(others)}")
+        problems += [] if problem in known else [problem]
     for name in called[1:]:
         one, other = groups[called[0]]["options"], groups[name]["options"]
         if one is not other and not _same(one, other):

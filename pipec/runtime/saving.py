@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from pipec.errors import RunError
 
 REST = "pipec"
+HEAD = ".metadata"  # the file that makes a folder a checkpoint, written last
 Flat = dict[str, Tensor]
 
 
@@ -74,52 +76,93 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return made | {"groups": groups}
 
 
+def begin(path: str | os.PathLike[str]) -> None:
+    """Make a folder for a checkpoint; one that it holds counts no more. Its files and those of a new one, which is not
+    written to its end, would look like one.
+
+    Raises:
+        RunError: there can be no such folder.
+    """
+    with _told(f"no checkpoint was written to {path}"):
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / HEAD).unlink(missing_ok=True)
+
+
 def write(path: str | os.PathLike[str], flat: Flat, rest: dict[str, Any], group: Any) -> None:
-    """Write a folder; every rank of ``group`` calls it with its own tensors and the same rest. None: no other rank."""
+    """Write a folder; every rank of ``group`` calls it with its own tensors and the same rest. None: no other rank.
+
+    Raises:
+        RunError: a rank cannot write.
+    """
     buffer = io.BytesIO()
     torch.save(rest, buffer)
     flat = flat | {REST: torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)}
-    with _quiet():
+    with _told(f"no checkpoint was written to {path}"):
         dcp_save(dict(flat), checkpoint_id=str(path), process_group=group, no_dist=group is None)
 
 
 def read(path: str | os.PathLike[str], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """What :func:`write` wrote, as far as ``names`` (with all their aliases) ask; every process reads for itself.
 
+    Other names of the folder's model stand in the model without values, for whoever knows that nobody has them.
+
     Raises:
-        RunError: there is no checkpoint, or it is none of pipec's.
+        RunError: there is no checkpoint, it is none of pipec's, or it is damaged.
     """
-    if not (Path(path) / ".metadata").exists():
-        raise RunError(f"{path} holds no checkpoint; save one with run.save({str(path)!r})")
-    known = FileSystemReader(path).read_metadata().state_dict_metadata
+    if not (Path(path) / HEAD).exists():
+        raise RunError(f"{path} holds no checkpoint, or one that was not written to its end; save one with "
+                       f"run.save({str(path)!r})")
+    damaged = f"the checkpoint in {path} is damaged"
+    with _told(damaged):
+        known = FileSystemReader(path).read_metadata().state_dict_metadata
     if REST not in known:
         raise RunError(f"{path} holds a checkpoint that pipec did not write; load its model's tensors with "
                        "torch.distributed.checkpoint and run.load_state_dict()")
-    head: Flat = {REST: _room(known[REST])}
-    _load(head, path)
-    rest = torch.load(io.BytesIO(head[REST].numpy().tobytes()), weights_only=True)
+    with _told(damaged):
+        head: Flat = {REST: _room(known[REST])}
+        dcp_load(head, checkpoint_id=str(path), no_dist=True)
+        rest = torch.load(io.BytesIO(head[REST].numpy().tobytes()), weights_only=True)
     wanted: set[str] = set()
     for aliases in names.values():
         for name in aliases:
             keys = [f"optimizer.{name}.{key}" for key in rest["keys"].get(name, ())]
             wanted |= {key for key in (f"model.{name}", *keys) if key in known}
-    flat: Flat = {key: _room(known[key]) for key in sorted(wanted)}
-    _load(flat, path)
-    return put_together(flat, rest)
+    with _told(damaged):
+        flat: Flat = {key: _room(known[key]) for key in sorted(wanted)}
+        dcp_load(flat, checkpoint_id=str(path), no_dist=True)
+    state = put_together(flat, rest)
+    every = [key.removeprefix("model.") for key in known if key.startswith("model.")]
+    state["model"] = dict.fromkeys(every) | state["model"]
+    return state
+
+
+def only_model(path: str | os.PathLike[str]) -> str:
+    """The advice on a folder whose optimizer states do not fit."""
+    return ("load only the model with torch.distributed.checkpoint.load({'model': run.state_dict()}, "
+            f"checkpoint_id={str(path)!r})")
 
 
 def _room(about: Any) -> Tensor:
     return torch.empty(about.size, dtype=about.properties.dtype)
 
 
-def _load(flat: Flat, path: str | os.PathLike[str]) -> None:
-    with _quiet():
-        dcp_load(flat, checkpoint_id=str(path), no_dist=True)
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the advice on what to give instead of no process group: none is what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
-        yield
+def _told(what: str) -> Iterator[None]:
+    """Around work on files: what goes wrong is a RunError that begins with ``what`` and ends with the first cause.
+
+    Without the advice on what to give instead of no process group: none is what is meant.
+    """
+    rank, found = "", None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+            yield
+    except CheckpointException as error:  # of all ranks, with their tracebacks
+        place, (found, _) = next(iter(error.failures.items()))
+        rank = f"device {place}: " if len(error.failures) > 1 or place else ""
+    except Exception as error:
+        found = error
+    if found is not None and not isinstance(found, Exception):
+        raise found  # an interrupt
+    if found is not None:
+        raise RunError(f"{what}: {rank}{type(found).__name__}: {found}") from found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from pipec.errors import RunError, raise_all
 from pipec.ir import Plan
-from pipec.runtime import checkpoint, names
-from pipec.runtime.alone import Alone
+from pipec.runtime import checkpoint, names, saving
+from pipec.runtime.alone import Alone, Path
 from pipec.runtime.asynchronous.result import CLIP
 from pipec.runtime.optim import Updater
 from pipec.runtime.randomness import Position
@@ -22,6 +21,8 @@ from pipec.spec import Spec
 
 if TYPE_CHECKING:
     from pipec.runtime.asynchronous.flow import Flow
+
+ONLY_MODEL = "load only the model with load_state_dict(checkpoint['model'])"
 
 
 class Stateful:
@@ -135,17 +136,24 @@ class Stateful:
             RunError: listing everything that does not fit; nothing is loaded then.
         """
         with self._alone():
-            self._restore(state, names.PART)
+            self._restoring(state)()
 
-    def _restore(self, state: Mapping[str, Any], part: str = "") -> None:
-        self._position = checkpoint.restore(self._owners, self.optimizers, self._updater.scaler, state,
-                                            self._party.elsewhere(self.spec, self.stages), part)
-        if self._flow is not None:
-            self._flow.drop()
-            self._flow.pending = [own for own in self._flow.pending if own.minibatch < self._position.step]
-        self._load_rules(state.get("asynchronous", {}))
+    def _restoring(self, state: Mapping[str, Any], path: Path | None = None) -> Callable[[], None]:
+        """A function that goes on from a checkpoint which was found to fit, a dict or read from ``path``."""
+        told = ("checkpoint", names.PART, ONLY_MODEL) if path is None else (f"{path}", "", saving.only_model(path))
+        load = checkpoint.restoring(self._owners, self.optimizers, self._updater.scaler, state,
+                                    self._party.elsewhere(self.spec, self.stages), *told)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+        def restore() -> None:
+            self._position = load()
+            if self._flow is not None:
+                self._flow.drop()
+                self._flow.pending = [own for own in self._flow.pending if own.minibatch < self._position.step]
+            self._load_rules(state.get("asynchronous", {}))
+
+        return restore
+
+    def save(self, path: Path) -> None:
         """Write a :meth:`checkpoint` to a folder with torch.distributed.checkpoint. Over ranks all of them call it.
 
         Tensors stand under ``model.NAME`` and ``optimizer.NAME.KEY``, each written by the rank that has it.
@@ -157,13 +165,14 @@ class Stateful:
             self._drain()
             self._party.save(path, self._checkpoint)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: Path) -> None:
         """Go on from what :meth:`save` wrote, with any number of ranks, devices and, with ``model=``, stages.
 
-        Every rank reads what its own stages need. See :meth:`restore`.
+        Every rank reads what its own stages need. See :meth:`restore`. Only the model, for other optimizers or none,
+        is loaded by ``torch.distributed.checkpoint.load({"model": run.state_dict()}, checkpoint_id=path)``.
 
         Raises:
-            RunError: listing everything that does not fit.
+            RunError: it cannot be read, or listing everything that does not fit; nothing is loaded then, on any rank.
         """
         with self._alone():
-            self._party.load(path, self._owners, self._party.elsewhere(self.spec, self.stages), self._restore)
+            self._party.load(path, self._owners, self._party.elsewhere(self.spec, self.stages), self._restoring)

@@ -135,6 +135,9 @@ class RankBackend:
         """Nothing to close: the groups belong to the ranks."""
 
 
-def other(failure: tuple[Any, ...] | None, after: str = "this rank's part of the step was undone") -> RankError:
+UNDONE = "this rank's part of the step was undone"
+
+
+def other(failure: tuple[Any, ...] | None, after: str = UNDONE) -> RankError:
     rank, text = failure or (-1, "another rank failed")
     return RankError(f"{text}; {after}", rank)

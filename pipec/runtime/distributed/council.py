@@ -12,17 +12,22 @@ import torch.distributed as dist
 
 from pipec.errors import RankError
 from pipec.ir import Plan
-from pipec.runtime.distributed.backend import other
+from pipec.runtime.distributed.backend import UNDONE, other
 from pipec.runtime.distributed.group import Groups, exchange, gather_objects
 from pipec.runtime.distributed.records import RecordLines
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.failure import describe, told
 from pipec.runtime.program import Op
 
-BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE, SWITCH = range(7)
+BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE, LOAD, SWITCH = range(8)
 CALLS = ("the start of step(), evaluate(), forward() or flush()", "the end of its tasks", "the end of its step",
-         "its gradient scaler", "clip_grad_norm_", "save() or load()", "switch()")
+         "its gradient scaler", "clip_grad_norm_", "save() or load()", "the end of load()", "switch()")
 UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
+AFTER = dict.fromkeys(range(8), UNDONE) | {  # what a failure of another rank leaves of this one
+    SAVE: "this rank is as before",
+    LOAD: "this rank has loaded its part, so the ranks may differ now: load another checkpoint",
+    SWITCH: "this rank goes on with the plan that it has",
+}
 FIXED = 9  # numbers of a row before those per loss
 
 
@@ -78,7 +83,7 @@ class Council:
             stories = gather_objects(self._group, story, size)
             first = next((one for one in stories if one is not None), None)
             if failure is None:
-                raise other(first, UPDATED) if call == FINISH and self.at.update is not None else other(first)
+                raise other(first, UPDATED if call == FINISH and self.at.update is not None else AFTER[call])
             return table
         odd = next((n for n, own in enumerate(table) if own[0] != call), None)
         if odd is not None:

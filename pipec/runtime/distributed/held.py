@@ -7,11 +7,12 @@ from time import perf_counter_ns, time_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipec.runtime import names, saving
-from pipec.runtime.alone import Alone, Path
-from pipec.runtime.distributed.council import NORM, SAVE, Council
+from pipec.runtime.alone import Alone, Path, Restoring
+from pipec.runtime.distributed.council import LOAD, NORM, SAVE, Council
 from pipec.runtime.distributed.group import Groups, Place, gather_objects, same_everywhere
 from pipec.runtime.distributed.local import Tied, check_wrappers, elsewhere_of, owners_of
 from pipec.runtime.gradients import shared_parameters
@@ -84,20 +85,23 @@ class Held(Alone):
         """The first replica writes, each rank what its stages hold."""
         flat, rest = saving.taken_apart(self._told(state))
         rest = saving.merged(gather_objects(self.groups.pipeline, on_host(rest), self.place.devices))
+        self._told(lambda: saving.begin(path) if self.place.everyone[0] == dist.get_rank() else None)
         self._told(lambda: saving.write(path, flat, rest, self.groups.pipeline) if self.replica == 0 else None)
 
     def load(
-        self, path: Path, owners: Sequence[names.Owner], elsewhere: set[int], restore: Callable[[dict[str, Any]], None]
+        self, path: Path, owners: Sequence[names.Owner], elsewhere: set[int], restoring: Restoring
     ) -> None:
-        """Every rank reads what its stages need."""
+        """Every rank reads what its stages need; none goes on from it unless it fits on all."""
         state = self._told(lambda: saving.read(path, names.named(owners)))
-        known = {name for name, value in names.live(owners).items() if id(value) not in elsewhere}
-        groups = state["optimizer"]["groups"]
-        state["model"] = {name: value for name, value in state["model"].items() if name in names.live(owners)}
+        live = names.live(owners)
+        known = {name for name, value in live.items() if id(value) not in elsewhere}
+        anywhere = set[str]().union(*gather_objects(self.groups.pipeline, list(live), self.place.devices))
+        state["model"] = {name: value for name, value in state["model"].items() if name in live or name not in anywhere}
         state["optimizer"]["groups"] = [
-            {**group, "names": kept} for group in groups if (kept := [n for n in group["names"] if n in known])
+            {**group, "names": [name for name in group["names"] if name in known or name not in anywhere]}
+            for group in state["optimizer"]["groups"]
         ]
-        self._told(lambda: restore(state))
+        self._told(self._told(lambda: restoring(state, path)), LOAD)
 
     def _told(self, work: Callable[[], Any], call: int = SAVE) -> Any:
         """What ``work`` gives; when it fails on one rank, it fails on all."""
