@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +21,7 @@ from pipec.runtime.placement import accelerators
 
 PASSED, FAILED, NO_GPU = 0, 1, 77
 LIMIT = 330.0  # seconds after which no further check begins
+CUT = 350.0  # seconds after which the one that runs is given up, and with it the process: a GPU may stand still
 
 Check = Callable[[Target], list[Row]]
 
@@ -41,16 +45,33 @@ QUICK: dict[str, Check] = CHECKS | {
 
 
 def run_checks(
-    target: Target, checks: dict[str, Check], say: Callable[[str], None] = print, limit: float = LIMIT
+    target: Target, checks: dict[str, Check], say: Callable[[str], None] = print, limit: float = LIMIT,
+    cut: float = CUT, leave: Callable[[int], None] = os._exit,
 ) -> int:
-    """Run the checks, print the table, and return the exit status. A check that raises, or has no time left, fails."""
+    """Run the checks, print the table, and return the exit status. A check that raises, or has no time left, fails.
+
+    One that still runs after ``cut`` seconds ends the process by ``leave(1)``, after the table of what there is.
+    """
     rows: list[Row] = []
+    running: list[str] = []
     start = time.perf_counter()
+
+    def give_up() -> None:
+        faulthandler.dump_traceback()
+        rows.append(Row(running[-1], f"still running after {cut:.0f} s", "runs", ok=False))
+        conclude(rows, say)
+        sys.stdout.flush()
+        leave(FAILED)
+
+    timer = threading.Timer(cut, give_up)
+    timer.daemon = True
+    timer.start()
     for name, check in checks.items():
         began = time.perf_counter()
         if began - start > limit:
             rows.append(Row(name, f"not run: {limit:.0f} s are over", "runs", ok=False))
             continue
+        running.append(name)
         deterministic(name in ("equality", "precision", "shared", "stress"))
         try:
             found = check(target)
@@ -59,6 +80,12 @@ def run_checks(
             found = [Row(name, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", "runs", ok=False)]
         rows += found
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    timer.cancel()
+    return conclude(rows, say)
+
+
+def conclude(rows: Sequence[Row], say: Callable[[str], None]) -> int:
+    """Print the table and what fails; the exit status."""
     say(table(rows))
     failed = [row.name for row in rows if row.ok is False]
     say(f"\n{len(failed)} of {sum(row.ok is not None for row in rows)} checks fail" + (": " if failed else "")

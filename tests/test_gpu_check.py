@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,28 @@ def test_the_table_the_exit_code_and_a_check_that_raises(checks: Any, target: An
 
 def test_a_check_that_fails_gives_exit_code_one(checks: Any, target: Any) -> None:
     assert checks.run_checks(target, {"x": lambda t: [checks.Row("x", "2", "1", False)]}, lambda text: None) == 1
+
+
+def test_a_check_that_never_ends_does_not_take_the_others_with_it(checks: Any, target: Any) -> None:
+    said: list[str] = []
+    left: list[int] = []
+    gone = threading.Event()
+
+    def leave(code: int) -> None:
+        left.append(code)
+        gone.set()
+
+    def stuck(target: Any) -> Any:
+        assert gone.wait(30)
+        return []
+
+    row = checks.Row
+    whole = {"one": lambda target: [row("one", "1", "1", True)], "two": stuck}
+    checks.run_checks(target, whole, said.append, cut=0.2, leave=leave)
+    assert left == [1]
+    assert [line.split()[0] for line in said[0].splitlines()[1:]] == ["one", "two"]
+    assert "still running after 0 s" in said[0]
+    assert said[1].strip() == "1 of 2 checks fail: two"
 
 
 def test_the_script_says_that_there_is_no_gpu(tmp_path: Path) -> None:
