@@ -249,7 +249,6 @@ class _Part:
         if op.frees:
             self.lanes[3 * op.device + Lane.COMPUTE].hold(f"{turn.name} sent", payload, done)
 
-
     def host(self, turn: Turn) -> None:
         """A COPY to or from host memory, by the stream of its one lane."""
         op, lane = turn.op, self.lanes[turn.lane]
