@@ -303,6 +303,24 @@ class Timeline:
 
         write_trace([self, *others], path, names=names, unit=unit)
 
+    def to_costs(self, base: Costs | None = None) -> Costs:
+        """What the tasks of this measured timeline took, as costs in milliseconds: for other schedules, numbers of
+        microbatches or placements of the same stages. Every rank of a run over several processes gets the same.
+
+        Args:
+            base: sizes, bandwidths and what the plan did not run; by default the costs of the plan. Halves of a
+                backward that ran whole keep their proportion.
+
+        Returns:
+            Costs whose stages have the medians over the microbatches, and the latency between devices.
+
+        Raises:
+            SpecError: the timeline was simulated, or ``base`` names what the pipeline has not.
+        """
+        from pipec.measured import costs_of
+
+        return costs_of(self, base)
+
     @property
     def _measured(self) -> str:
         if self.excerpt is not None:

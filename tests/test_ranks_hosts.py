@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from traps import doomed, survived
 
 import pipec
+from pipec.runtime import executor
+from pipec.runtime.distributed import held
 from pipec.runtime.distributed.ranks import Ranks
 from pipec.runtime.distributed.ways import SOCKETS
 
@@ -147,3 +149,23 @@ def in_replicas(rank: int) -> bool:
 
 def test_replicas(crew4: Any) -> None:
     assert crew4(in_replicas) == [True] * 4
+
+
+def measured(rank: int) -> Any:
+    """Costs of a run whose second host was started long before the first, and how long the trace is."""
+    net = chain(4)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (held, executor):
+            patch.setattr(module, "perf_counter_ns", lambda: time.perf_counter_ns() + rank // 2 * 10**15)
+        with pipec.Runner(net, pipec.compile(net, 4, 4)) as run:
+            for _ in range(2):
+                run.step(**data(8))
+            trace = run.trace()
+    return trace.to_costs(), trace.makespan
+
+
+def test_what_a_run_costs_is_the_same_on_every_rank(crew4: Any) -> None:
+    found = crew4(measured)
+    assert all(costs == found[0][0] for costs, _ in found)
+    assert all(makespan < 10**6 for _, makespan in found), "the clocks of the hosts were not set right"
+    assert all(own.forward > 0 and own.backward > 0 for own in found[0][0].stages.values())

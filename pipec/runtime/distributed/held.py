@@ -20,6 +20,8 @@ from pipec.runtime.stages import Stage
 from pipec.spec import Spec
 from pipec.tree import tree_map
 
+ONE_CLOCK = 1_000_000  # nanoseconds: ranks whose clocks differ by less are on one host
+
 
 class Held(Alone):
     """The part of :class:`pipec.runtime.distributed.ranks.Ranks` that knows of other ranks' parameters.
@@ -139,12 +141,16 @@ class Held(Alone):
         return total
 
     def gathered(self, starts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
-        """Start and end of every task on every device, on this rank's clock as far as the hosts' clocks agree."""
-        shift = time_ns() - perf_counter_ns()
-        rows = gather_objects(self.groups.pipeline, (shift, starts, ends), self.place.devices)
+        """Start and end of every task on every device, on this rank's clock as far as the hosts' clocks agree; the
+        differences are the same on every rank."""
+        rows = gather_objects(
+            self.groups.pipeline, (time_ns() - perf_counter_ns(), starts, ends), self.place.devices
+        )
+        shifts = [row[0] for row in rows]
+        clocks = [next(one for one in shifts if abs(one - shift) <= ONE_CLOCK) for shift in shifts]
         starts, ends = list(starts), list(ends)
-        for other_shift, own_starts, own_ends in rows:
-            move = other_shift - shift if abs(other_shift - shift) > 1_000_000 else 0  # one host: one clock
+        for clock, (_, own_starts, own_ends) in zip(clocks, rows, strict=True):
+            move = clock - clocks[self.device]
             for task, (start, end) in enumerate(zip(own_starts, own_ends, strict=True)):
                 if start:
                     starts[task], ends[task] = start + move, end + move
