@@ -95,7 +95,7 @@ def test_calls_that_differ_between_ranks(crew2: Any) -> None:
     assert "RankError: rank 0 failed" in second[0]
     assert "no input 'z'" in second[0]
     assert first[1] == second[1]
-    assert "8 on rank 0, 6 on rank 1" in first[1]
+    assert "8 rows on rank 0, 6 rows on rank 1" in first[1]
     assert first[2] == second[2]
     assert "rank 0 is in evaluate() before step 0, rank 1 in step 0" in first[2]
 

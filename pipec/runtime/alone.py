@@ -18,6 +18,7 @@ from pipec.runtime.asynchronous.together import Together
 from pipec.runtime.backends import Backend
 from pipec.runtime.channels import Channels
 from pipec.runtime.executor import Device
+from pipec.runtime.fit import BACKENDS, check_asynchronous_options, check_fit
 from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.program import Program
 from pipec.runtime.randomness import Position
@@ -45,8 +46,8 @@ class Alone:
         return None
 
     @contextmanager
-    def agreement(self, options: dict[str, Any]) -> Iterator[None]:
-        """Around the making of a runner: what every process must have alike is compared at the end."""
+    def agreement(self, options: dict[str, Any], stages: Callable[[], Sequence[Stage]]) -> Iterator[None]:
+        """Around the making of a runner: what every process must have alike is compared at the end, ``stages`` too."""
         yield
 
     def local(self, spec: Spec) -> Spec:
@@ -170,10 +171,36 @@ class Alone:
 
 
 def over_processes(backend: str | Backend | None, mesh: Any) -> bool:
-    """Whether this process is to be one rank of many."""
+    """Whether this process is to be one rank of many; also with a backend that is none, which is an error of all."""
     from pipec.runtime.distributed.group import running
 
-    return running() and (backend in (None, "distributed") or gpus_of(backend) is not None or mesh is not None)
+    return running() and (
+        backend in (None, "distributed") or gpus_of(backend) is not None or mesh is not None
+        or (isinstance(backend, str) and backend not in BACKENDS)
+    )
+
+
+def fitting(
+    many: bool, pipeline: Any, plan: Any, devices: Any, backend: Any, options: tuple[Any, Any], mesh: Any, outputs: str,
+    timeout: float,
+) -> Spec:
+    """The spec of ``pipeline``, when a runner can be made from these arguments; over processes, when it can on all.
+
+    Raises:
+        RankError: not on another one.
+        PipecError: not here.
+    """
+    def check() -> Spec:
+        check_fit(pipeline, plan, devices, backend, many)
+        check_asynchronous_options(plan, *options)
+        return pipeline.spec  # type: ignore[no-any-return]
+
+    if not many:
+        return check()
+    from pipec.runtime.distributed.meeting import able, met
+
+    met(lambda: able(check(), plan, mesh, outputs), timeout)
+    return pipeline.spec  # type: ignore[no-any-return]
 
 
 def gpus_of(backend: Any) -> Any:

@@ -52,6 +52,14 @@ def check_fit(pipeline: Any, plan: Any, devices: Any, backend: Any, many: bool =
         plan.verify()  # it may come from a file or an edited text, and a wrong order would wait for ever
 
 
+def check_trains(plan: Plan) -> None:
+    """Raise RunError when ``step()`` cannot train with this plan here."""
+    if not plan.training:
+        raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
+
+
 def kind_of_gpu(devices: Any) -> bool:
     """Whether ``devices`` is one name for all GPUs there are, "cuda" say."""
     try:

@@ -149,9 +149,11 @@ class Updater:
             parameter.grad = None
 
 
-def told_scale(scaler: Any) -> str:
-    """What all processes of a run must have alike of their scalers, for an error."""
-    return f"scale {scaler.get_scale():g}" if scaler is not None and scaler.is_enabled() else "none"
+def told_scaler(scaler: Any) -> dict[str, str]:
+    """What all processes of a run must have alike of their scalers, in words."""
+    state = scaler.state_dict() if scaler is not None and scaler.is_enabled() else {}
+    scale = f"scale {state.pop('scale'):g}" if state else "none"
+    return {"scaler": scale} | ({"scaler's state": ", ".join(f"{k} {v}" for k, v in state.items())} if state else {})
 
 
 def tell_scaler(scaler: Any, found: bool) -> None:

@@ -16,7 +16,7 @@ from pipec.errors import RunError
 from pipec.ir import Kind, Plan
 from pipec.runtime import names
 from pipec.runtime.aliases import check_aliases
-from pipec.runtime.alone import Alone, over_processes, party
+from pipec.runtime.alone import Alone, fitting, over_processes, party
 from pipec.runtime.asynchronous.overlapping import Overlapping
 from pipec.runtime.asynchronous.weights import StageWeights
 from pipec.runtime.backends import Backend
@@ -26,10 +26,10 @@ from pipec.runtime.claim import Claim
 from pipec.runtime.context import fresh_casts
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import Undo, annotate
-from pipec.runtime.fit import check_asynchronous_options, check_fit
+from pipec.runtime.fit import check_trains
 from pipec.runtime.gradients import Accumulator, commit
 from pipec.runtime.group_hooks import anchor_reads, check_group_hooks, modules_are_watched
-from pipec.runtime.optim import Hook, Updater, told_scale
+from pipec.runtime.optim import Hook, Updater, told_scaler
 from pipec.runtime.placement import generators_of, homes, place_stages, real_devices
 from pipec.runtime.program import Op, Program, build_program
 from pipec.runtime.randomness import DeviceGenerator, Position, Randomness, Streams, generator_of
@@ -107,17 +107,16 @@ class Runner(Overlapping, Stateful):
         timeout: float = 300.0,
     ) -> None:
         many = over_processes(backend, mesh)
-        check_fit(pipeline, plan, devices, backend, many)
-        check_asynchronous_options(plan, rescheduling, delay)
-        self.spec, self.plan = pipeline.spec, plan
+        spec = fitting(many, pipeline, plan, devices, backend, (rescheduling, delay), mesh, outputs, timeout)
+        self.spec, self.plan = spec, plan
         self._backend_name, self._watchdog = backend, watchdog
         self._real = None if many else real_devices(devices, backend, plan.devices)
         self._party: Alone = party(self.spec, plan, backend, devices, mesh, timeout, outputs)
         self._real = self._party.real(plan) or self._real
         self._rescheduling, self._delay, self._left = rescheduling, delay, []
-        options = {"scaler": told_scale(scaler), "outputs option": outputs, "rescheduling": rescheduling,
+        options = told_scaler(scaler) | {"outputs option": outputs, "rescheduling": rescheduling,
                    "delay": delay}
-        with self._party.agreement(options):
+        with self._party.agreement(options, lambda: self.stages):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
             self._weights = [StageWeights(stage) for stage in self.stages]
             self._flow = self._flow_of(plan)
@@ -174,10 +173,6 @@ class Runner(Overlapping, Stateful):
             return self._step(args, inputs, claim)
 
     def _step(self, args: Sequence[Any], inputs: dict[str, Any], claim: Claim) -> Result:
-        if self._flow is None and not self.plan.training:
-            raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
-        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
-            raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
         if self._flow is not None:
             return self._overlap(args, inputs, claim)
         trained = self._party.trained(self.stages)
@@ -186,11 +181,14 @@ class Runner(Overlapping, Stateful):
         updater, party, position = self._updater, self._party, self._position.pinned()
 
         def made() -> Batch:
+            check_trains(self.plan)
             updater.check(parameters)
             check_group_hooks(self.stages, trained)
             claim.take(parameters, self.stages)
-            return Batch(self.spec, args, inputs, self.plan.microbatches, party.inputs_elsewhere(self.stages),
-                         self.plan.slices)
+            batch = Batch(self.spec, args, inputs, self.plan.microbatches, party.inputs_elsewhere(self.stages),
+                          self.plan.slices)
+            batch.scale = updater.scale
+            return batch
 
         batch = party.begin(made, True, position)
         plan, program = self._program(True, batch)
@@ -199,7 +197,7 @@ class Runner(Overlapping, Stateful):
             Accumulator(own, shared, order)
             for own, order in zip(party.leaves(trained), program.backward_order, strict=True)
         ]
-        step = Step(plan, batch, accumulators, updater.scale, lambda stage: self._update(step, stage, shared),
+        step = Step(plan, batch, accumulators, batch.scale, lambda stage: self._update(step, stage, shared),
                     self.probe, random=self._random(position), reduce=party.reduce)
         with Undo(self.stages, parameters, [*updater.others(parameters), *batch.leaves()]) as undo:
             for accumulator in accumulators:

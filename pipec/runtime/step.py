@@ -34,6 +34,7 @@ class Batch:
         parts: rows per microbatch, None when no input is split.
         tokens: positions of the sequence per slice, None without slices.
         apart: inputs that no stage of this process reads, and whose gradient the caller wants all the same.
+        scale: what every loss is multiplied by before it is differentiated.
         weights: per loss and piece the factor of its gradient: rows/all rows, 1, or 1/count. A piece is a microbatch
             or a slice of one, the slices of each microbatch in a row.
     """
@@ -49,6 +50,7 @@ class Batch:
         self.length = sequence_length(spec, self.values) if slices > 1 else None
         self._most = slices
         self.apart: dict[int, Any] = {}
+        self.scale = 1.0
         self.wanted_losses = {
             index for index, loss in enumerate(spec.losses)
             if all(self.values[number] is not MISSING for number in loss.inputs)

@@ -24,6 +24,7 @@ from pipec.runtime.backends import Backend
 from pipec.runtime.choose import make_backend
 from pipec.runtime.claim import Claim
 from pipec.runtime.context import no_kept_casts
+from pipec.runtime.fit import check_trains
 from pipec.runtime.group_hooks import anchor_reads, check_group_hooks, modules_are_watched
 from pipec.runtime.optim import Updater
 from pipec.runtime.placement import check_places
@@ -125,6 +126,7 @@ class Overlapping:
         assert flow is not None
 
         def made() -> Batch:
+            check_trains(self.plan)
             batch = Batch(self.spec, args, inputs, self.plan.minibatch, party.inputs_elsewhere(self.stages))
             check_gradient(batch)
             check_rows(batch, self.plan)

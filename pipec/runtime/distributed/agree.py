@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from pipec.errors import Problem, RankError, raise_all
 from pipec.ir import TABLE_COLUMNS, Plan
+from pipec.runtime.distributed.group import gather_objects
+from pipec.runtime.distributed.wiring import ORDER, wiring
 from pipec.spec import Spec
 
+# Parts of a summary that are looked at when the rest is the same
+DETAILS, HELD, TASKS, EDGES = "details", "held", "tasks", "edges"
+DIFFERENT = "the ranks do not run the same plan"
 
-def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
+
+Summary = dict[str, Any]  # by what is compared a text, or texts by what they are about
+
+
+def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> Summary:
     """What identifies a pipeline and its plan, in words where there are few and as a hash where there are many."""
-    made = {
+    made: Summary = {
         "torch": torch.__version__.split("+")[0],
         "pipeline": spec.name,
         "stages": ", ".join(stage.name for stage in spec.stages),
@@ -25,7 +35,6 @@ def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
         ),
         "outputs": ", ".join(item.name for item in spec.outputs) or "none",
         "losses": ", ".join(f"{item.name} ({item.reduction})" for item in spec.losses) or "none",
-        "edges": _hash(repr(spec.graph)),
         "placement": str([plan.stage_device(s) for s in range(len(spec.stages))]),
         "devices": str(plan.devices),
         "microbatches": str(plan.minibatch),
@@ -35,10 +44,11 @@ def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> dict[str, str]:
         "recompute": plan.recompute,
         "update": str(plan.update) + (", early" if plan.update_early else ""),
         **{key: str(value) for key, value in options.items()},
+        DETAILS: wiring(spec) | {EDGES: _hash(repr(spec.graph))},
     }
     columns = [getattr(plan.table, name) for name in TABLE_COLUMNS]
     parts = [*columns, *(ids for lanes in plan.lanes for ids in lanes), plan.waits.start, plan.waits.ids]
-    made["tasks"] = _hash(*(part.tobytes() for part in parts), str(plan.behind))
+    made[TASKS] = _hash(*(part.tobytes() for part in parts), str(plan.behind))
     return made
 
 
@@ -49,25 +59,69 @@ def _hash(*parts: Any) -> str:
     return total.hexdigest()[:12]
 
 
-def compare(told: Sequence[dict[str, str]], ranks: Sequence[int], me: int) -> None:
-    """Raise RankError listing what differs between the ranks; ``told[i]`` is what rank ``ranks[i]`` has."""
+def agreed(group: Any, own: Summary, plan: Plan, ranks: Sequence[int], me: int) -> None:
+    """Raise RankError, on all ranks of ``group``, when they differ in what they have.
+
+    Tasks are told one by one only when something is wrong with them.
+    """
+    if not compare(gather_objects(group, own, len(ranks)), ranks, me):
+        orders = [[str(task) for task in plan.compute(device)] for device in range(plan.devices)]
+        raise other_tasks(gather_objects(group, orders, len(ranks)), ranks)
+
+
+def compare(told: Sequence[Summary], ranks: Sequence[int], me: int) -> bool:
+    """Raise RankError listing what differs between the ranks; ``told[i]`` is what rank ``ranks[i]`` has.
+
+    Returns:
+        Whether all have the same, tasks included; they are the only thing that may differ without an error here.
+    """
     failed = [(rank, own["failed"]) for rank, own in zip(ranks, told, strict=True) if "failed" in own]
     if failed and all(rank != me for rank, _ in failed):
         rank, text = failed[0]
         raise RankError(f"rank {rank} could not make its runner: {text}", rank)
     if failed:  # its own error is raised
-        return
+        return True
+    plain = [{key: value for key, value in own.items() if isinstance(value, str)} for own in told]
+    problems = differences(plain, ranks, but=(TASKS,))
+    for key, but in ((DETAILS, (EDGES,)), (HELD, (ORDER,)), (DETAILS, ()), (HELD, ())):  # causes first
+        problems = problems or differences([own.get(key, {}) for own in told], ranks, but)
+    raise_all(DIFFERENT, problems, RankError, 20)
+    return len({own.get(TASKS) for own in told}) == 1
+
+
+def differences(told: Sequence[Mapping[str, Any]], ranks: Sequence[int], but: Sequence[str] = ()) -> list[Problem]:
+    """What is not the same on all ranks, of texts by what they are about; a dict of texts concerns the ranks that have
+    it."""
     problems = []
-    for key in told[0]:
+    for key in dict.fromkeys(key for own in told for key in own if key not in but):
+        if isinstance(next(own[key] for own in told if key in own), Mapping):
+            have = [(rank, own[key]) for rank, own in zip(ranks, told, strict=True) if key in own]
+            found = differences([parts for _, parts in have], [rank for rank, _ in have], but)
+            problems += [Problem(f"{key}, {problem.message}") for problem in found]
+            continue
         values: dict[str, list[int]] = {}
         for rank, own in zip(ranks, told, strict=True):
             values.setdefault(own.get(key, "nothing"), []).append(rank)
         if len(values) > 1:
             text = "; ".join(f"{value} on {_ranks(own)}" for value, own in values.items())
             problems.append(Problem(f"{key}: {text}"))
-    if len(problems) > 1:  # the order of tasks follows from the rest
-        problems = [p for p in problems if not p.message.startswith("tasks:")]
-    raise_all("the ranks do not run the same plan", problems, RankError)
+    return problems
+
+
+def other_tasks(orders: Sequence[Sequence[Sequence[str]]], ranks: Sequence[int]) -> RankError:
+    """The error when plans differ in nothing but their tasks; ``orders``: per rank and device the tasks in order."""
+    problems = []
+    for device, rows in enumerate(zip(*orders, strict=True)):
+        for place, tasks in enumerate(zip_longest(*rows, fillvalue="nothing")):
+            if len(set(tasks)) > 1:
+                problems += differences([{f"device {device}, task {place}": task} for task in tasks], ranks)
+                break
+    problems = problems or [Problem("the copies and waits between tasks, or the weights that they read")]
+    try:
+        raise_all(f"{DIFFERENT}; were costs or memory limits given alike?", problems, RankError, 20)
+    except RankError as error:
+        return error
+    raise AssertionError
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -78,10 +132,11 @@ def same_call(table: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
     """Raise RankError when the first rows of a call say that the ranks are not at the same one.
 
     Args:
-        table: per rank: call, failed, training, microbatches, rows, seed in two halves, step, length of sequences.
+        table: per rank: call, failed, training, microbatches, rows, seed in two halves, step, length of sequences,
+            what losses are multiplied by.
     """
     where = where_of(table)
-    for column, what in ((2, "call"), (5, "seed"), (6, "seed"), (7, "step")):
+    for column, what in ((2, "call"), (5, "seed"), (6, "seed"), (7, "step"), (9, "scale")):
         values = [row[column] for row in table]
         odd = next((n for n, value in enumerate(values) if value != values[0]), None)
         if odd is None:
@@ -92,6 +147,9 @@ def same_call(table: Sequence[Sequence[float]], ranks: Sequence[int]) -> None:
         elif what == "seed":
             text = (f"ranks {one} and {two} have different random seeds; call torch.manual_seed with one number on "
                     "every rank, or give Runner(seed=)")
+        elif what == "scale":
+            text = (f"the gradient scaler of rank {one} has scale {values[0]:g}, that of rank {two} {values[odd]:g}; "
+                    "make them alike on every rank, and restore all ranks from one checkpoint")
         else:
             text = f"rank {one} is in {where[0]}, rank {two} in {where[odd]}; restore all ranks from one checkpoint"
         raise RankError(text, two)
@@ -143,8 +201,8 @@ def _measured(
             if number >= 0:
                 given.setdefault(number, rank)
         if len(given) > 1:
-            text = ", ".join(f"{number} on rank {rank}" for number, rank in given.items())
-            raise RankError(f"the {one} {text} {what}; all ranks of a pipeline are given the same ones",
+            text = ", ".join(f"{number} {what} on rank {rank}" for number, rank in given.items())
+            raise RankError(f"the {one} {text}; all ranks of a pipeline are given the same ones",
                             list(given.values())[1])
         found.append(next(iter(given), None))
     if any(number is not None and number < least for number in found) and len(set(found)) > 1:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from pipec.errors import RankError
+from pipec.errors import RankError, RunError
 from pipec.ir import Plan
 from pipec.runtime.distributed.backend import UNDONE, other
 from pipec.runtime.distributed.group import Groups, exchange, gather_objects
@@ -19,16 +19,16 @@ from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.failure import describe, told
 from pipec.runtime.program import Op
 
-BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE, LOAD, SWITCH = range(8)
+BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE, LOAD, SWITCH, TRACE = range(9)
 CALLS = ("the start of step(), evaluate(), forward() or flush()", "the end of its tasks", "the end of its step",
-         "its gradient scaler", "clip_grad_norm_", "save() or load()", "the end of load()", "switch()")
+         "its gradient scaler", "clip_grad_norm_", "save() or load()", "the end of load()", "switch()", "trace()")
 UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
-AFTER = dict.fromkeys(range(8), UNDONE) | {  # what a failure of another rank leaves of this one
+AFTER = dict.fromkeys(range(9), UNDONE) | {  # what a failure of another rank leaves of this one
     SAVE: "this rank is as before",
     LOAD: "this rank has loaded its part, so the ranks may differ now: load another checkpoint",
     SWITCH: "this rank goes on with the plan that it has",
 }
-FIXED = 9  # numbers of a row before those per loss
+FIXED = 10  # numbers of a row before those per loss
 
 
 class Council:
@@ -38,6 +38,7 @@ class Council:
         at: the plan that runs.
         settled: nothing is left to be told in this call: it ended, or a failure is known to all.
         broken: a rank is gone; nothing can be exchanged any more.
+        closed: this rank has left.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class Council:
         self._group, self._ranks, self._devices = groups.everyone, place.everyone, place.ranks[place.replica]
         self._me = self._ranks.index(dist.get_rank())
         self._watch, self._width, self._timeout, self._lines = watch, width, timeout, lines
-        self.at, self.settled, self.broken = plan, True, False
+        self.at, self.settled, self.broken, self.closed = plan, True, False, False
 
     def ready(self) -> None:
-        """Raise RankError when the ranks cannot work together any more."""
+        """Raise RankError when the ranks cannot work together any more, RunError when this one has left."""
+        if self.closed:
+            raise RunError("this runner was closed, and has left the other ranks; call this inside the with block")
         if self.broken:
             raise RankError("the ranks have lost each other in an earlier call; start the processes again")
 
@@ -63,6 +66,7 @@ class Council:
         Raises:
             RankError: a rank is at another call, or another one failed.
         """
+        self.ready()
         row = [float(call), float(failure is not None), *values]
         row += [0.0] * (max(self._width, width) - len(row))
         size = len(self._ranks)

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor
 
-from pipec.errors import PipecError, RankError, RunError
+from pipec.errors import PipecError, RankError
 from pipec.ir import Kind, Plan
 from pipec.runtime.distributed.backend import Traffic
 from pipec.runtime.distributed.carriers import Carrier, Staged, Wired
 from pipec.runtime.distributed.claims import Transport, check_claims, claim, local_place
-from pipec.runtime.distributed.fit import check_plan
 from pipec.runtime.distributed.gpus import Gpus
 from pipec.runtime.distributed.group import (
     Groups,
@@ -29,7 +28,7 @@ from pipec.runtime.distributed.group import (
     new_group,
 )
 from pipec.runtime.distributed.held import on_host
-from pipec.runtime.distributed.local import Tied, tied_parameters
+from pipec.runtime.distributed.local import Tied
 from pipec.runtime.distributed.order import Orders
 from pipec.runtime.distributed.ordered import OrderedChannels
 from pipec.runtime.distributed.ranks import Ranks
@@ -62,9 +61,6 @@ def make_ranks(
         RunError: the plan, the number of processes or this rank's device does not fit.
         RankError: another rank's device does not, or two of them do not fit together.
     """
-    if outputs not in ("owner", "all"):
-        raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
-    check_plan(spec, plan, tied_parameters(spec, [plan.stage_device(stage) for stage in range(len(spec.stages))]))
     groups = make_groups(plan, mesh, plan.data_parallel, timeout)
     try:
         place, rank = groups.place, dist.get_rank()
@@ -254,9 +250,13 @@ class GpuRanks(Ranks):
         """A tensor of the host on this rank's GPU."""
         return tensor.to(self.memory) if isinstance(tensor, Tensor) else tensor
 
-    def everywhere(self, value: Any) -> list[Any]:
-        """Everybody's value, of this replica, with its tensors on this rank's GPU."""
-        return [tree_map(self.here, one) for one in super().everywhere(on_host(value))]
+    def packed(self, outputs: Any) -> bytes:
+        """Outputs as tensors of the host, for other ranks."""
+        return super().packed(on_host(outputs)) if self.outputs == "all" else b""
+
+    def everywhere(self, data: bytes) -> list[Any]:
+        """What everybody has packed, in this replica, with its tensors on this rank's GPU."""
+        return [tree_map(self.here, one) for one in super().everywhere(data)]
 
     def norm(self, stages: Sequence[Stage], norm_type: float) -> Tensor:
         """The norm of the gradients of all stages, on this rank's GPU."""

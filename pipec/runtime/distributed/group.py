@@ -53,6 +53,14 @@ def running() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def own_store(prefix: str) -> Any:
+    """The store of the process group under a prefix, with a connection of its own where it has such: whoever waits for
+    an answer holds up nobody else."""
+    store = dist.distributed_c10d._get_default_store()
+    own = store.clone() if hasattr(store, "clone") else store
+    return dist.distributed_c10d.PrefixStore(prefix, own)
+
+
 def layouts(plan: Plan, mesh: Any, replicas: int) -> list[tuple[tuple[int, ...], ...]]:
     """Per pipeline of the world (one unless the mesh has other dimensions) the global ranks by replica and device.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns, time_ns
 from typing import Any
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from pipec.runtime import names, saving
 from pipec.runtime.alone import Alone, Path, Restoring
-from pipec.runtime.distributed.council import LOAD, NORM, SAVE, Council
+from pipec.runtime.distributed.council import LOAD, NORM, SAVE, TRACE, Council
 from pipec.runtime.distributed.group import Groups, Place, gather_objects, same_everywhere
 from pipec.runtime.distributed.local import Tied, check_wrappers, elsewhere_of, owners_of
+from pipec.runtime.distributed.results import packed
 from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.stages import Stage
 from pipec.spec import Spec
@@ -28,6 +30,7 @@ class Held(Alone):
 
     Attributes:
         homes: the device of every stage.
+        outputs: "owner": an output is in the result of the rank of its stage; "all": in everybody's.
     """
 
     groups: Groups
@@ -35,6 +38,8 @@ class Held(Alone):
     device: int
     replica: int
     homes: list[int]
+    spec: Spec
+    outputs: str
     _tied: list[Tied]
     _council: Council
 
@@ -140,12 +145,25 @@ class Held(Alone):
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         return total
 
+    def packed(self, outputs: Any) -> bytes:
+        """This rank's outputs for other ranks, nothing where they do not want them."""
+        return packed(outputs) if self.outputs == "all" else b""
+
+    def everywhere(self, data: bytes) -> list[Any]:
+        """What everybody has packed, in this replica, with its tensors where this rank's are."""
+        return [pickle.loads(one) for one in gather_objects(self.groups.pipeline, data, self.place.devices)]
+
+    def elsewhere_outputs(self) -> tuple[tuple[str, int], ...]:
+        """Outputs that are in the results of other ranks, with their devices."""
+        if self.outputs == "all":
+            return ()
+        placed = [(out.name, self.homes[out.ref.index]) for out in self.spec.outputs]
+        return tuple((name, device) for name, device in placed if device != self.device)
+
     def gathered(self, starts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
         """Start and end of every task on every device, on this rank's clock as far as the hosts' clocks agree; the
         differences are the same on every rank."""
-        rows = gather_objects(
-            self.groups.pipeline, (time_ns() - perf_counter_ns(), starts, ends), self.place.devices
-        )
+        rows = self.gather((time_ns() - perf_counter_ns(), starts, ends), TRACE)
         shifts = [row[0] for row in rows]
         clocks = [next(one for one in shifts if abs(one - shift) <= ONE_CLOCK) for shift in shifts]
         starts, ends = list(starts), list(ends)

@@ -96,10 +96,14 @@ class RankTogether(Together):
         """
         ranks, found = self._ranks, list[Finished]()
 
+        data = b""
+
         def row() -> list[float]:
+            nonlocal data
             work()
             ranks.landed(self._open)
             found.extend(window.take(segment.finished))
+            data = ranks.packed([item.outputs for item in found])
             return [number for item in found for loss in item.losses for number in loss_numbers(loss)]
 
         self._open = None
@@ -111,7 +115,7 @@ class RankTogether(Together):
             rows = [own[FIXED + width * place : FIXED + width * (place + 1)] for own in table]
             made.append(evolve(item, losses=[ranks.here(loss_from(rows, index)) for index in range(losses)]))
         if ranks.outputs == "all" and ranks.spec.outputs:
-            parts = ranks.everywhere([item.outputs for item in made])
+            parts = ranks.everywhere(data)
             owners = [ranks.homes[out.ref.index] for out in ranks.spec.outputs]
             made = [
                 evolve(item, outputs=[parts[owner][place][index] for index, owner in enumerate(owners)])

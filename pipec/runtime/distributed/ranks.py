@@ -16,7 +16,17 @@ from pipec.ir import Plan
 from pipec.runtime.asynchronous.program import Steps
 from pipec.runtime.backends import Backend
 from pipec.runtime.batch import MISSING
-from pipec.runtime.distributed.agree import FLUSH, compare, lengths_of, rows_of, same_call, summary, where_of
+from pipec.runtime.distributed.agree import (
+    FLUSH,
+    HELD,
+    Summary,
+    agreed,
+    lengths_of,
+    rows_of,
+    same_call,
+    summary,
+    where_of,
+)
 from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
 from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, SETTLE, SWITCH, Council
@@ -27,11 +37,12 @@ from pipec.runtime.distributed.input_gradients import InputGradients, mask_of
 from pipec.runtime.distributed.local import local_spec, tied_parameters
 from pipec.runtime.distributed.overlap import RankOverlappedDevice, RankTogether
 from pipec.runtime.distributed.reduce import Reducer
-from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row
+from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row, own_outputs
 from pipec.runtime.distributed.sample import check_samples, sample_of
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.distributed.ways import MEMORY, SOCKETS, channels_of, lines_between
 from pipec.runtime.distributed.wire import Frame
+from pipec.runtime.distributed.wiring import held_forms
 from pipec.runtime.executor import Device
 from pipec.runtime.failure import told
 from pipec.runtime.program import Op, Program, Route
@@ -83,8 +94,8 @@ class Ranks(Held):
         return local_spec(spec, self._plan, self.device)
 
     @contextmanager
-    def agreement(self, options: dict[str, Any]) -> Iterator[None]:
-        """Around the making of a runner: at its end every rank compares what it has with the others.
+    def agreement(self, options: dict[str, Any], stages: Callable[[], Sequence[Stage]]) -> Iterator[None]:
+        """Around the making of a runner: at its end every rank compares what it has, ``stages`` too, with the others.
 
         Raises:
             RankError: naming what differs on which rank, or what went wrong on another one.
@@ -93,9 +104,10 @@ class Ranks(Held):
             try:
                 yield
             except BaseException as error:
-                self._agree(error, options)
+                self._agree({"failed": told(error)}, self._plan)
                 raise
-            self._agree(None, options)
+            held = held_forms(stages(), self._tied, self.place.replicas)
+            self._agree(summary(self.spec, self._plan, options) | {HELD: held}, self._plan)
             self.watch.meet()
             gather_objects(self.groups.everyone, None, len(self.place.everyone))
             self.watch.hide()
@@ -103,10 +115,8 @@ class Ranks(Held):
             self.close()
             raise
 
-    def _agree(self, failure: BaseException | None, options: dict[str, Any]) -> None:
-        own = {"failed": told(failure)} if failure is not None else summary(self.spec, self._plan, options)
-        rows = gather_objects(self.groups.everyone, own, len(self.place.everyone))
-        compare(rows, self.place.everyone, dist.get_rank())
+    def _agree(self, own: Summary, plan: Plan) -> None:
+        agreed(self.groups.everyone, own, plan, self.place.everyone, dist.get_rank())
 
     def reduce(self, stage: int, failed: bool) -> None:
         """Begin the REDUCE of a stage."""
@@ -143,14 +153,14 @@ class Ranks(Held):
         self._council.settled = False
         failure: BaseException | None = None
         seed = position.seed or 0
-        row = [float(training), 0.0, -1.0, float(seed >> 32), float(seed & 0xFFFFFFFF), float(position.step), -1.0]
+        row = [*map(float, (training, 0, -1, seed >> 32, seed & 0xFFFFFFFF, position.step, -1, 1))]
         counts, samples, masks = ([0.0] * len(own) for own in (self.spec.losses, self.spec.inputs, self.spec.inputs))
         try:
             batch = make()
             if self._plan.asynchronous and training:  # every rank hands back every loss
                 batch.wanted_losses = set(range(len(counts)))
             row[1:3] = [float(self._plan.minibatch), -1.0 if batch.rows is None else float(batch.rows)]
-            row[6] = -1.0 if batch.length is None else float(batch.length)
+            row[6:8] = [-1.0 if batch.length is None else float(batch.length), batch.scale]
             counts, samples = batch.counts, [float(sample_of(value)) for value in batch.values]
             if training:
                 masks = [mask_of(value) for value in batch.values]
@@ -223,9 +233,15 @@ class Ranks(Held):
             RankError: another rank failed.
             BaseException: what a task raised here.
         """
+        here: dict[str, Any] = {}
+        data = b""
+
         def row() -> list[float]:
+            nonlocal data
             work()
             self.landed(channels)
+            here.update(own_outputs(step, self._council.at, self.device))  # what can fail comes before ranks agree
+            data = self.packed(here)
             return loss_row(step, self._council.at, self.device)
 
         table = self.ended(lambda: channels, row, step.plan.training)
@@ -235,16 +251,11 @@ class Ranks(Held):
             except RankError:
                 self._council.broken = True
                 raise
-        replica = table[self.replica * self.place.devices : (self.replica + 1) * self.place.devices]
-        return gathered_result(step, self._council.at, self.device, [row[FIXED:] for row in table],
-                               [row[FIXED:] for row in replica], self.everywhere if self.outputs == "all" else None)
+        parts = self.everywhere(data) if self.outputs == "all" else None
+        return gathered_result(step, self._council.at, [row[FIXED:] for row in table], here, parts)
 
     def landed(self, channels: Any) -> None:
         """What this rank has queued on a device has ended."""
-
-    def everywhere(self, value: Any) -> list[Any]:
-        """Everybody's value, of this replica, with its tensors where this rank's are."""
-        return gather_objects(self.groups.pipeline, value, self.place.devices)
 
     def proved(self, ops: Sequence[Sequence[Op]]) -> None:
         """Raise RunError when the ranks cannot run these tasks of all devices."""
@@ -340,8 +351,7 @@ class Ranks(Held):
 
         self._council.ready()
         self._told(own, SWITCH)
-        rows = gather_objects(self.groups.everyone, summary(self.spec, plan, {}), len(self.place.everyone))
-        compare(rows, self.place.everyone, dist.get_rank())
+        self._agree(summary(self.spec, plan, {}), plan)
 
     def adopt(self, plan: Plan) -> None:
         """Go on with another plan."""
@@ -372,17 +382,11 @@ class Ranks(Held):
             raise failure
         same_call(table, self.place.everyone)
 
-    def elsewhere_outputs(self) -> tuple[tuple[str, int], ...]:
-        """Outputs that are in the results of other ranks, with their devices."""
-        if self.outputs == "all":
-            return ()
-        placed = [(out.name, self.homes[out.ref.index]) for out in self.spec.outputs]
-        return tuple((name, device) for name, device in placed if device != self.device)
-
     def close(self) -> None:
         """Leave the groups."""
         if not self._closed:
             self._closed = True
+            self._council.closed = True
             self.watch.close()
             if self._lines is not None:
                 self._lines.close()

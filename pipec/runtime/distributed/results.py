@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipec.errors import RunError
 from pipec.ir import Plan
 from pipec.runtime.result import Result
 from pipec.runtime.step import Step, joined_output, total_loss
@@ -46,15 +48,40 @@ def loss_from(rows: Sequence[Sequence[float]], index: int) -> Tensor | None:
     return total
 
 
+def own_outputs(step: Step, plan: Plan, device: int) -> dict[str, Any]:
+    """The outputs made on ``device``, by name."""
+    return {
+        out.name: joined_output(out, values, step.batch.slices)
+        for out, values in zip(step.batch.spec.outputs, step.outputs, strict=True)
+        if plan.stage_device(out.ref.index) == device
+    }
+
+
+def packed(outputs: Any) -> bytes:
+    """Outputs as what can travel to other ranks.
+
+    Raises:
+        RunError: one cannot.
+    """
+    try:
+        return pickle.dumps(outputs)
+    except Exception as error:
+        raise RunError(
+            f"an output cannot be sent to the other ranks: {type(error).__name__}: {error}; with outputs='owner' it "
+            "stays on the rank of its stage"
+        ) from error
+
+
 def gathered_result(
-    step: Step, plan: Plan, device: int, table: Sequence[Sequence[float]], own: Sequence[Sequence[float]],
-    gather: Callable[[dict[str, Any]], list[dict[str, Any]]] | None,
+    step: Step, plan: Plan, table: Sequence[Sequence[float]], here: dict[str, Any],
+    parts: Sequence[dict[str, Any]] | None,
 ) -> Result:
     """The result of a minibatch: losses of all replicas added up, outputs of this one.
 
     Args:
-        table, own: the loss rows of all ranks, and of those of this replica.
-        gather: gives everybody's outputs, None: only those of this rank are wanted.
+        table: the loss rows of all ranks.
+        here: the outputs of this rank.
+        parts: everybody's, None: only those of this rank are wanted.
     """
     spec = step.batch.spec
     losses: dict[str, Any] = {}
@@ -62,13 +89,7 @@ def gathered_result(
         total = loss_from(table, index)
         if total is not None:
             losses[loss.name] = total
-    here = {
-        out.name: joined_output(out, values, step.batch.slices)
-        for out, values in zip(spec.outputs, step.outputs, strict=True)
-        if plan.stage_device(out.ref.index) == device
-    }
-    if gather is not None:
-        parts = gather(here)
+    if parts is not None:
         here = {out.name: next(p[out.name] for p in parts if out.name in p) for out in spec.outputs}
     return Result(losses, here, step.batch.microbatches, elsewhere=tuple(
         (out.name, plan.stage_device(out.ref.index)) for out in spec.outputs if out.name not in here

@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
-import torch.distributed as dist
+from pipec.runtime.distributed.group import own_store
 
 BEAT = 1.0  # seconds between two notes in the store
 SOON = 5.0  # seconds after which a store that is asked about others does not answer
@@ -40,10 +40,7 @@ class Watch:
     """
 
     def __init__(self, name: str, me: int, size: int) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        own = store.clone() if hasattr(store, "clone") else store
-        self._store: Any  # its type says that values are str; bytes are what it keeps
-        self._store = dist.distributed_c10d.PrefixStore(f"pipec/{name}", own)
+        self._store = own_store(f"pipec/{name}")
         self.me, self.size = me, size
         number, self._path = tempfile.mkstemp(prefix=f"pipec-{os.getpid()}-")
         os.ftruncate(number, mmap.PAGESIZE)

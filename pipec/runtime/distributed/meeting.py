@@ -1,0 +1,86 @@
+"""Before ranks make their groups: whether every process can make its runner, and would make the same groups.
+
+All processes of the world make all groups in one order, and each waits for the others there. So what goes wrong on one
+of them before, or lets it make other groups, is told to all through the store of the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
+from typing import Any
+
+import torch.distributed as dist
+
+from pipec.errors import RankError, RunError
+from pipec.ir import Plan
+from pipec.runtime.distributed.agree import compare
+from pipec.runtime.distributed.fit import check_plan
+from pipec.runtime.distributed.group import layouts, own_store
+from pipec.runtime.distributed.local import tied_parameters
+from pipec.runtime.failure import told
+from pipec.spec import Spec
+
+SHORTEST, LONGEST = 0.0005, 0.1  # seconds between two looks into the store
+
+
+def met(check: Callable[[], dict[str, str]], timeout: float) -> None:
+    """Run ``check`` on every process of the world; when it raises on one, or gives something else, it fails on all.
+
+    Runners are counted, so the first one of a process meets the first ones of the others.
+
+    Raises:
+        RankError: another process failed, would make other groups, or makes no runner within ``timeout`` seconds.
+        BaseException: what ``check`` raised here.
+    """
+    rank, size, store = dist.get_rank(), dist.get_world_size(), own_store("pipec/runners")
+    number = store.add(f"count/{rank}", 1)
+    try:
+        mine = check()
+    except BaseException as error:
+        store.set(f"{number}/{rank}", pickle.dumps({"failed": told(error)}))
+        raise
+    store.set(f"{number}/{rank}", pickle.dumps(mine))
+    keys = [f"{number}/{other}" for other in range(size)]
+    try:
+        _await(store, keys, timeout)
+        rows = [pickle.loads(store.get(key)) for key in keys]
+        with contextlib.suppress(RuntimeError):  # all have read it, as they have come to the one after it
+            store.delete_key(f"{number - 2}/{rank}")
+    except RuntimeError as error:
+        raise RankError(f"the store of the process group is gone: {error}; its process, rank 0's as a rule, has "
+                        "ended") from error
+    compare(rows, range(size), rank)
+
+
+def _await(store: Any, keys: Sequence[str], timeout: float) -> None:
+    """Wait for all keys, looking again and again: an interrupt ends it, and so does time."""
+    end, pause = monotonic() + timeout, SHORTEST
+    while not store.check(list(keys)):
+        if monotonic() > end:
+            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if late:
+                who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+                raise RankError(f"{who} made no runner within {timeout:g} s after this rank; every rank makes the same "
+                                "runners in the same order", late[0] if len(late) == 1 else -1)
+        sleep(pause)
+        pause = min(2 * pause, LONGEST)
+
+
+def able(spec: Spec, plan: Plan, mesh: Any, outputs: str) -> dict[str, str]:
+    """What decides about the groups that a process makes, when it can be a rank of this plan.
+
+    Raises:
+        RunError: it cannot.
+    """
+    if outputs not in ("owner", "all"):
+        raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
+    homes = [plan.stage_device(stage) for stage in range(len(spec.stages))]
+    check_plan(spec, plan, tied_parameters(spec, homes))
+    blocks = layouts(plan, mesh, plan.data_parallel)
+    return {
+        "devices": str(plan.devices), "replicas": str(plan.data_parallel),
+        "ranks of the mesh": "; ".join(str([list(row) for row in ranks]) for ranks in blocks),
+    }
