@@ -268,6 +268,36 @@ def test_a_trace_is_a_call_of_all(crew2: Any) -> None:
         assert all(text.startswith("RunError: this runner was closed, and has left the other ranks") for text in closed)
 
 
+def hook_fails(rank: int, both: bool) -> tuple[str, bool, bool]:
+    """A hook of rank 1 that fails after it clipped; rank 0 has one as well, or none: nobody updates."""
+    net = chain(2)
+    broken = [False, True, False]
+
+    def hook(_: Any) -> None:
+        if both:
+            run.clip_grad_norm_(1.0)
+        if broken.pop() and rank:
+            raise ValueError("not today")
+
+    plan = pipec.compile(net, 2, 4, update="stage")
+    run = pipec.Runner(net, plan, optimizer=sgd, before_update=hook if both or rank else None)
+    with run:
+        run.step(**data())
+        before = snapshot(net)
+        found = told(lambda: run.step(**data()))
+        unchanged = same(snapshot(net), before)
+        run.step(**data())
+        return found, unchanged, not same(snapshot(net), before)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_hook_that_fails_on_one_rank_leaves_all_as_they_were(both: bool, crew2: Any) -> None:
+    first, second = crew2(hook_fails, both)
+    assert second == ("ValueError: not today", True, True)
+    assert first[0].startswith("RankError: rank 1 failed: ValueError: not today (raised in before_update")
+    assert first[1:] == (True, True)
+
+
 # -- results --------------------------------------------------------------------------------------------------------
 
 

@@ -54,8 +54,8 @@ def test_all_ranks_cut_the_same_sequences(crew2: Any) -> None:
     for equal, slices, told in crew2(partly):
         assert equal
         assert slices == 3
-        assert told == "the sequences have 9 positions on rank 0, 8 positions on rank 1; all ranks of a pipeline are given the " \
-                       "same ones"
+        assert told == "the sequences have 9 positions on rank 0, 8 positions on rank 1; all ranks of a pipeline are " \
+                       "given the same ones"
 
 
 class Fails(Attention):

@@ -99,6 +99,9 @@ class Alone:
         work()
         return step.result()
 
+    def ready(self) -> None:
+        """Before the first UPDATE: nothing has failed in other processes."""
+
     def updates(self, program: Program) -> Sequence[Sequence[Any]]:
         """The UPDATE tasks per device."""
         return program.updates

@@ -114,8 +114,8 @@ class Runner(Overlapping, Stateful):
         self._party: Alone = party(self.spec, plan, backend, devices, mesh, timeout, outputs)
         self._real = self._party.real(plan) or self._real
         self._rescheduling, self._delay, self._left = rescheduling, delay, []
-        options = told_scaler(scaler) | {"outputs option": outputs, "rescheduling": rescheduling,
-                   "delay": delay}
+        options = told_scaler(scaler) | {"outputs option": outputs, "rescheduling": rescheduling, "delay": delay,
+                                         "before_update": before_update is not None}
         with self._party.agreement(options, lambda: self.stages):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
             self._weights = [StageWeights(stage) for stage in self.stages]
@@ -221,6 +221,7 @@ class Runner(Overlapping, Stateful):
                     commit(accumulators, shared)
                     step.backward_inputs()
                     updater.prepare(parameters)
+                    party.ready()
                 if any(program.updates):
                     self._run(devices, party.updates(program), channels, step)
                 if plan.update_early:

@@ -17,10 +17,11 @@ from pipec.spec import Spec
 
 # Parts of a summary that are looked at when the rest is the same
 DETAILS, HELD, TASKS, EDGES = "details", "held", "tasks", "edges"
+HOOKED = "before_update"  # whether a rank has such a hook
 DIFFERENT = "the ranks do not run the same plan"
 
 
-Summary = dict[str, Any]  # by what is compared a text, or texts by what they are about
+Summary = dict[str, Any]  # by what is compared a text, or texts by what they are about; a bool is told only
 
 
 def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> Summary:
@@ -43,7 +44,7 @@ def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> Summary:
         "weights": plan.weights or "synchronous",
         "recompute": plan.recompute,
         "update": str(plan.update) + (", early" if plan.update_early else ""),
-        **{key: str(value) for key, value in options.items()},
+        **{key: value if isinstance(value, bool) else str(value) for key, value in options.items()},
         DETAILS: wiring(spec) | {EDGES: _hash(repr(spec.graph))},
     }
     columns = [getattr(plan.table, name) for name in TABLE_COLUMNS]
@@ -59,14 +60,19 @@ def _hash(*parts: Any) -> str:
     return total.hexdigest()[:12]
 
 
-def agreed(group: Any, own: Summary, plan: Plan, ranks: Sequence[int], me: int) -> None:
-    """Raise RankError, on all ranks of ``group``, when they differ in what they have.
+def agreed(group: Any, own: Summary, plan: Plan, ranks: Sequence[int], me: int) -> list[Summary]:
+    """What every rank of ``group`` has.
 
     Tasks are told one by one only when something is wrong with them.
+
+    Raises:
+        RankError: they differ, on all ranks.
     """
-    if not compare(gather_objects(group, own, len(ranks)), ranks, me):
+    told = gather_objects(group, own, len(ranks))
+    if not compare(told, ranks, me):
         orders = [[str(task) for task in plan.compute(device)] for device in range(plan.devices)]
         raise other_tasks(gather_objects(group, orders, len(ranks)), ranks)
+    return told
 
 
 def compare(told: Sequence[Summary], ranks: Sequence[int], me: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipec.runtime import names, saving
 from pipec.runtime.alone import Alone, Path, Restoring
-from pipec.runtime.distributed.council import LOAD, NORM, SAVE, TRACE, Council
+from pipec.runtime.distributed.council import ANYWHERE, LOAD, NORM, SAVE, TRACE, Council
 from pipec.runtime.distributed.group import Groups, Place, gather_objects, same_everywhere
 from pipec.runtime.distributed.local import Tied, check_wrappers, elsewhere_of, owners_of
 from pipec.runtime.distributed.results import packed
@@ -40,6 +40,7 @@ class Held(Alone):
     homes: list[int]
     spec: Spec
     outputs: str
+    _hooked: bool  # whether any rank has a before_update
     _tied: list[Tied]
     _council: Council
 
@@ -159,6 +160,19 @@ class Held(Alone):
             return ()
         placed = [(out.name, self.homes[out.ref.index]) for out in self.spec.outputs]
         return tuple((name, device) for name, device in placed if device != self.device)
+
+    def anywhere(self) -> Callable[[bool], bool]:
+        """A function that tells whether a flag is true on any rank; all of them call it."""
+        return lambda flag: any(row[2] > 0 for row in self._council.table(ANYWHERE, [float(flag)], None))
+
+    def ready(self) -> None:
+        """Before the first UPDATE: no rank's hook has failed.
+
+        Raises:
+            RankError: one has; nothing is updated anywhere.
+        """
+        if self._hooked:
+            self._council.table(ANYWHERE, [], None)
 
     def gathered(self, starts: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
         """Start and end of every task on every device, on this rank's clock as far as the hosts' clocks agree; the

@@ -19,6 +19,7 @@ from pipec.runtime.batch import MISSING
 from pipec.runtime.distributed.agree import (
     FLUSH,
     HELD,
+    HOOKED,
     Summary,
     agreed,
     lengths_of,
@@ -29,7 +30,7 @@ from pipec.runtime.distributed.agree import (
 )
 from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, traffic
 from pipec.runtime.distributed.channels import RankChannels
-from pipec.runtime.distributed.council import ANYWHERE, BEGIN, FINISH, FIXED, SETTLE, SWITCH, Council
+from pipec.runtime.distributed.council import BEGIN, FINISH, FIXED, SETTLE, SWITCH, Council
 from pipec.runtime.distributed.fit import check_plan, check_successor
 from pipec.runtime.distributed.group import Groups, gather_objects
 from pipec.runtime.distributed.held import Held
@@ -44,7 +45,7 @@ from pipec.runtime.distributed.ways import MEMORY, SOCKETS, channels_of, lines_b
 from pipec.runtime.distributed.wire import Frame
 from pipec.runtime.distributed.wiring import held_forms
 from pipec.runtime.executor import Device
-from pipec.runtime.failure import told
+from pipec.runtime.failure import told as told_of
 from pipec.runtime.program import Op, Program, Route
 from pipec.runtime.randomness import Position
 from pipec.runtime.result import Result
@@ -78,7 +79,7 @@ class Ranks(Held):
         self.backend = RankBackend(place.ranks[place.replica], place.device)
         self._traffic: dict[int, tuple[Program, Traffic]] = {}
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
-        self._closed, self._elsewhere = False, list[int]()
+        self._closed, self._hooked, self._elsewhere = False, False, list[int]()
         losses = len(spec.losses)
         width = FIXED + max(LOSS_WIDTH * losses, losses + 2 * len(spec.inputs))
         self._lines, self.way = lines_between(self.groups.pipeline, place, timeout, self.ways)
@@ -103,11 +104,12 @@ class Ranks(Held):
         try:
             try:
                 yield
-            except BaseException as error:
-                self._agree({"failed": told(error)}, self._plan)
+            except BaseException as failure:
+                self._agree({"failed": told_of(failure)}, self._plan)
                 raise
             held = held_forms(stages(), self._tied, self.place.replicas)
-            self._agree(summary(self.spec, self._plan, options) | {HELD: held}, self._plan)
+            told = self._agree(summary(self.spec, self._plan, options) | {HELD: held}, self._plan)
+            self._hooked = any(one[HOOKED] for one in told)
             self.watch.meet()
             gather_objects(self.groups.everyone, None, len(self.place.everyone))
             self.watch.hide()
@@ -115,8 +117,8 @@ class Ranks(Held):
             self.close()
             raise
 
-    def _agree(self, own: Summary, plan: Plan) -> None:
-        agreed(self.groups.everyone, own, plan, self.place.everyone, dist.get_rank())
+    def _agree(self, own: Summary, plan: Plan) -> list[Summary]:
+        return agreed(self.groups.everyone, own, plan, self.place.everyone, dist.get_rank())
 
     def reduce(self, stage: int, failed: bool) -> None:
         """Begin the REDUCE of a stage."""
@@ -337,10 +339,6 @@ class Ranks(Held):
             del failure
 
     # -- agreement ------------------------------------------------------------------------------------------
-
-    def anywhere(self) -> Callable[[bool], bool]:
-        """A function that tells whether a flag is true on any rank; all of them call it."""
-        return lambda flag: any(row[2] > 0 for row in self._council.table(ANYWHERE, [float(flag)], None))
 
     def switch(self, plan: Plan, check: Callable[[], None]) -> None:
         """Raise RunError when another plan cannot take the place of this one, on any rank."""
