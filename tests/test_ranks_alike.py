@@ -221,9 +221,8 @@ def scaled(rank: int) -> list[str]:
 
 def test_gradient_scalers_are_alike(crew2: Any) -> None:
     for interval, enabled, later in crew2(scaled):
-        assert "gradient scaler: scale 256.0" in interval
-        assert "growth_interval 7, growth_tracker 0 on rank 1" in interval
-        assert "disabled on rank 1" in enabled
+        assert interval.endswith("1 problem\n  1. the scaler's growth_interval: 2000 on rank 0; 7 on rank 1")
+        assert enabled.endswith("1 problem\n  1. scaler: scale 256 on rank 0; none on rank 1")
         assert later.startswith("RankError: the gradient scaler of rank 0 has scale 256, that of rank 1 512; make them")
 
 
@@ -338,24 +337,6 @@ def test_an_output_that_cannot_be_had_fails_on_all_before_any_update(
         assert text in found
         assert found.startswith("RankError: rank 1 failed: RunError" if rank == 0 else "RunError")
         assert unchanged
-
-
-def measured(rank: int) -> list[Any]:
-    """Losses of every dtype, as one process has them."""
-    found = []
-    for dtype in (torch.int64, torch.bool, torch.complex64, torch.float64, torch.bfloat16):
-        large = 2**40 + 1 if dtype is torch.int64 else 1
-        net = chain(2, loss=lambda a, b, d=dtype, n=large: (((a - b) ** 2).sum() * n).to(d), reduction="sum")
-        plan = pipec.compile(net, 2, 4)
-        with pipec.Runner(net, plan) as run, pipec.Runner(net, plan, backend="replay") as one:
-            mine, theirs = run.evaluate(**data()).losses["loss"], one.evaluate(**data()).losses["loss"]
-            if not same(mine, theirs):
-                found.append((mine, theirs))
-    return found
-
-
-def test_losses_of_every_dtype(crew2: Any) -> None:
-    assert crew2(measured) == [[], []]
 
 
 @pytest.mark.parametrize("ways", [("sockets",), ()], ids=["sockets", "gloo"])

@@ -149,11 +149,13 @@ class Updater:
             parameter.grad = None
 
 
-def told_scaler(scaler: Any) -> dict[str, str]:
-    """What all processes of a run must have alike of their scalers, in words."""
+def told_scaler(scaler: Any) -> dict[str, Any]:
+    """What all processes of a run must have alike of their scalers, in words: the scale, then the rest by name."""
     state = scaler.state_dict() if scaler is not None and scaler.is_enabled() else {}
-    scale = f"scale {state.pop('scale'):g}" if state else "none"
-    return {"scaler": scale} | ({"scaler's state": ", ".join(f"{k} {v}" for k, v in state.items())} if state else {})
+    return {
+        "scaler": f"scale {state.pop('scale'):g}" if state else "none",
+        "rest": {f"the scaler's {key.strip('_')}": str(value) for key, value in state.items()},
+    }
 
 
 def tell_scaler(scaler: Any, found: bool) -> None:

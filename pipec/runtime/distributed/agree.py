@@ -16,7 +16,7 @@ from pipec.runtime.distributed.wiring import ORDER, wiring
 from pipec.spec import Spec
 
 # Parts of a summary that are looked at when the rest is the same
-DETAILS, HELD, TASKS, EDGES = "details", "held", "tasks", "edges"
+REST, DETAILS, HELD, TASKS, EDGES = "rest", "details", "held", "tasks", "edges"
 HOOKED = "before_update"  # whether a rank has such a hook
 DIFFERENT = "the ranks do not run the same plan"
 
@@ -44,7 +44,7 @@ def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> Summary:
         "weights": plan.weights or "synchronous",
         "recompute": plan.recompute,
         "update": str(plan.update) + (", early" if plan.update_early else ""),
-        **{key: value if isinstance(value, bool) else str(value) for key, value in options.items()},
+        **{key: value if isinstance(value, bool | dict) else str(value) for key, value in options.items()},
         DETAILS: wiring(spec) | {EDGES: _hash(repr(spec.graph))},
     }
     columns = [getattr(plan.table, name) for name in TABLE_COLUMNS]
@@ -89,7 +89,7 @@ def compare(told: Sequence[Summary], ranks: Sequence[int], me: int) -> bool:
         return True
     plain = [{key: value for key, value in own.items() if isinstance(value, str)} for own in told]
     problems = differences(plain, ranks, but=(TASKS,))
-    for key, but in ((DETAILS, (EDGES,)), (HELD, (ORDER,)), (DETAILS, ()), (HELD, ())):  # causes first
+    for key, but in ((REST, ()), (DETAILS, (EDGES,)), (HELD, (ORDER,)), (DETAILS, ()), (HELD, ())):  # causes first
         problems = problems or differences([own.get(key, {}) for own in told], ranks, but)
     raise_all(DIFFERENT, problems, RankError, 20)
     return len({own.get(TASKS) for own in told}) == 1

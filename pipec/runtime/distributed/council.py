@@ -21,8 +21,8 @@ from pipec.runtime.program import Op
 
 BEGIN, SETTLE, FINISH, ANYWHERE, NORM, SAVE, LOAD, SWITCH, TRACE = range(9)
 CALLS = ("the start of step(), evaluate(), forward() or flush()", "the end of its tasks", "the end of its step",
-         "the end of what comes before its updates", "clip_grad_norm_", "save() or load()", "the end of load()", "switch()",
-         "trace()")
+         "the end of what comes before its updates", "clip_grad_norm_", "save() or load()", "the end of load()",
+         "switch()", "trace()")
 UPDATED = "the parameters of this rank may have been updated already: go on from a checkpoint"
 AFTER = dict.fromkeys(range(9), UNDONE) | {  # what a failure of another rank leaves of this one
     SAVE: "this rank is as before",
