@@ -68,7 +68,7 @@ def unreachable(rank: int) -> Any:
         patch.setattr(calls, "PATIENCE", 1.0)
         if rank == 0:
             opened = calls._opened
-            patch.setattr(calls, "_opened", lambda size: (opened(size)[0], other.getsockname()[:2], ""))
+            patch.setattr(calls, "_opened", lambda *how: (opened(*how)[0], other.getsockname()[:2], ""))
         made = calls.called(group, rank, 2)
     return made.lines, made.why
 
@@ -153,21 +153,23 @@ class Mute:
 
 
 def watched(rank: int) -> Any:
-    from pipec.runtime.distributed import watch as module
+    from pipec.runtime.distributed import bulletin as module
 
-    watch = module.Watch(f"mute {rank}", 0, 2)
-    real, watch._store = watch._store, Mute()
+    heard: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SOON", 0.1)
+        made = module.Bulletin(f"mute {rank}", 0, [1], bytes, heard.append)
+        real, made._store = made._store, Mute()
         begin = time.monotonic()
-        found = watch.where(1), watch.first_missed(1), watch.culprit(1, lambda: "rank 1 has ended")
+        made.look([1])
+        made.tell((1, "rank 1 has ended"))
         took = time.monotonic() - begin
-    asked = watch._store.asked
-    watch._store.over.set()
-    watch._store = real
-    watch.close()
-    return found, asked, took < 5
+        asked = made._store.asked
+        made._store.over.set()
+        made._store = real
+        made.close()
+    return dict(made.looks), heard, asked, took < 5
 
 
 def test_a_store_that_cannot_be_reached_holds_nobody_up(crew2: Any) -> None:
-    assert crew2(watched) == [((None, 1, (1, "rank 1 has ended")), 1, True)] * 2
+    assert crew2(watched) == [({}, [], 1, True)] * 2

@@ -78,12 +78,16 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def hang() -> None:
     time.sleep(30)
 
 
 WHAT = {"value": value_error, "quarrel": quarrel, "leave": leave, "memory": memory, "die": die, "kill": kill,
-        "hang": hang}
+        "hang": hang, "freeze": freeze}
 
 
 def trapped(what: str, stage: int, number: int, backward: bool, stages: int) -> pipec.Pipeline:

@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import struct
+from collections.abc import Collection
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -42,10 +43,15 @@ class Calls:
     why: str = ""
 
 
-def called(group: Any, me: int, size: int) -> Calls:
-    """A connection to every other rank of ``group``, or on all of them none."""
+def called(group: Any, me: int, size: int, near: Collection[int] = (), most: int | None = None) -> Calls:
+    """A connection to every other rank of ``group``, or on all of them none.
+
+    Args:
+        near: ranks that need none; they leave this one out as well.
+        most: ranks from beyond which on there are none; by default ``MOST``.
+    """
     lines: dict[int, socket.socket] = {}
-    door, place, why = _opened(size)
+    door, place, why = _opened(size, MOST if most is None else most)
     try:
         told = gather_objects(group, (place, why, secrets.token_bytes(32)), size)
         why = next((f"device {n}: {text}" for n, (_, text, _) in enumerate(told) if text), "")
@@ -54,7 +60,7 @@ def called(group: Any, me: int, size: int) -> Calls:
         key = told[0][2]
         wrong = ""
         try:
-            for peer in range(me):
+            for peer in (one for one in range(me) if one not in near):
                 lines[peer] = _call(told[peer][0], peer)
                 lines[peer].sendall(struct.pack("<q", me) + _signature(key, me, peer))
         except OSError as error:
@@ -63,8 +69,8 @@ def called(group: Any, me: int, size: int) -> Calls:
         if why:
             return Calls(None, _dropped(lines, why))
         if door is not None:
-            wrong = _answered(door, lines, key, me, size)
-        for peer in range(me) if not wrong else ():
+            wrong = _answered(door, lines, key, me, size, near)
+        for peer in [one for one in lines if one < me] if not wrong else ():
             if _received(lines[peer], SIGNED, monotonic() + PATIENCE) != _signature(key, peer, me):
                 wrong = f"device {me} has called device {peer} at {_spelt(told[peer][0])}, and somebody else answers"
                 break
@@ -85,12 +91,12 @@ def _dropped(lines: dict[int, socket.socket], why: str) -> str:
     return why
 
 
-def _opened(size: int) -> tuple[socket.socket | None, Any, str]:
+def _opened(size: int, most: int) -> tuple[socket.socket | None, Any, str]:
     """A door where others can call, its address, and why there is none."""
     if not hasattr(select, "poll") or not hasattr(socket, "MSG_DONTWAIT"):
         return None, None, "this system has no poll()"
-    if size > MOST:
-        return None, None, f"{size} ranks are more than the {MOST} that get a socket for each pair"
+    if size > most:
+        return None, None, f"{size} ranks are more than the {most} that get a socket for each pair"
     host = own_address()
     door = None
     try:
@@ -149,7 +155,9 @@ def _call(place: Any, peer: int) -> socket.socket:
     return line
 
 
-def _answered(door: socket.socket, lines: dict[int, socket.socket], key: bytes, me: int, size: int) -> str:
+def _answered(
+    door: socket.socket, lines: dict[int, socket.socket], key: bytes, me: int, size: int, near: Collection[int] = ()
+) -> str:
     """Take the calls of the ranks after this one, which all have been made; what went wrong, if anything did."""
     end = monotonic() + PATIENCE
     waiting: dict[int, socket.socket] = {}
@@ -157,10 +165,10 @@ def _answered(door: socket.socket, lines: dict[int, socket.socket], key: bytes, 
     poll.register(door, select.POLLIN)
     door.setblocking(False)
     try:
-        while len(lines) < size - 1:
+        while len(lines) + len(near) < size - 1:
             ready = poll.poll(max(0.0, end - monotonic()) * 1e3)
             if not ready:
-                missing = ", ".join(str(n) for n in range(me + 1, size) if n not in lines)
+                missing = ", ".join(str(n) for n in range(me + 1, size) if n not in lines and n not in near)
                 return f"device {me} has waited {PATIENCE:g} s for calls of devices {missing}"
             for number, _ in ready:
                 if number == door.fileno():
@@ -172,7 +180,7 @@ def _answered(door: socket.socket, lines: dict[int, socket.socket], key: bytes, 
                 poll.unregister(number)
                 line = waiting.pop(number)
                 peer = _known(line, key, me, size)
-                if peer is None or peer in lines:  # somebody else
+                if peer is None or peer in lines or peer in near:  # somebody else
                     line.close()
                     continue
                 lines[peer] = line

@@ -218,6 +218,7 @@ class RankChannels(Links):
             raise self.broken
         if self._soonest < message.op.task:
             self._keep_up(message.op.task)
+        self.waits.begins(link.peer)
         try:
             for work in works:
                 work.wait(self._timeout)
@@ -225,6 +226,7 @@ class RankChannels(Links):
             self.stopped = True
             self.broken = self._lost(link.peer, message.what, error)
             raise self.broken from error
+        self.waits.ends()
 
     def _opened(self, frame: Frame, buffers: list[Tensor]) -> Any:
         if frame.room and len(frame.leaves) == 1:
@@ -364,6 +366,10 @@ class RankChannels(Links):
                         link.sending.append(Sending(link.at, self._group.send([buffer], link.peer, tag), None))
                 except RuntimeError:  # that one is gone as well
                     break
+
+    def leave(self) -> None:
+        super().leave()
+        self._group = None
 
     def stop(self) -> None:
         """This rank has failed."""

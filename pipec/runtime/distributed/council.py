@@ -6,16 +6,20 @@ of which one failed, find out at the next exchange instead of waiting for each o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
 
 import torch.distributed as dist
 
 from pipec.errors import RankError, RunError
 from pipec.ir import Plan
 from pipec.runtime.distributed.backend import UNDONE, other
-from pipec.runtime.distributed.group import Groups, exchange, gather_objects
+from pipec.runtime.distributed.group import Groups, LostError, exchange, gather_objects
+from pipec.runtime.distributed.notes import ALL
 from pipec.runtime.distributed.records import RecordLines
-from pipec.runtime.distributed.watch import Watch
+from pipec.runtime.distributed.watch import Found, Watch
 from pipec.runtime.failure import describe, told
 from pipec.runtime.program import Op
 
@@ -37,19 +41,20 @@ class Council:
 
     Attributes:
         at: the plan that runs.
+        lines: between all of them, if there are any.
         settled: nothing is left to be told in this call: it ended, or a failure is known to all.
         broken: a rank is gone; nothing can be exchanged any more.
         closed: this rank has left.
     """
 
-    def __init__(
-        self, groups: Groups, watch: Watch, plan: Plan, width: int, timeout: float, lines: RecordLines | None
-    ) -> None:
-        """``width``: numbers in every row; ``lines``: between all of them, if there are any."""
+    def __init__(self, groups: Groups, watch: Watch, plan: Plan, width: int, timeout: float) -> None:
+        """``width``: numbers in every row."""
         place = groups.place
-        self._group, self._ranks, self._devices = groups.everyone, place.everyone, place.ranks[place.replica]
+        self._groups, self._ranks, self._devices = groups, place.everyone, place.ranks[place.replica]
+        self._waits = watch.waiting(0)
         self._me = self._ranks.index(dist.get_rank())
-        self._watch, self._width, self._timeout, self._lines = watch, width, timeout, lines
+        self._watch, self._width, self._timeout = watch, width, timeout
+        self.lines: RecordLines | None = None
         self.at, self.settled, self.broken, self.closed = plan, True, False, False
 
     def ready(self) -> None:
@@ -68,14 +73,18 @@ class Council:
             RankError: a rank is at another call, or another one failed.
         """
         self.ready()
+        if self._watch.alarmed and failure is None:
+            self.broken = True
+            raise self._missing(-1, CALLS[call], RankError("a rank is gone"))
         row = [float(call), float(failure is not None), *values]
         row += [0.0] * (max(self._width, width) - len(row))
         size = len(self._ranks)
         try:
-            if self._lines is not None and self._lines.fits(len(row)):
-                table = self._lines.exchange(row, self._timeout)
+            if self.lines is not None and self.lines.fits(len(row)):
+                table = self.lines.exchange(row, self._timeout)
             else:
-                table = exchange(self._group, row, size, self._me, self._timeout)
+                table = exchange(self._groups.everyone, row, size, self._me, self._timeout, self._waits.begins)
+                self._waits.ends()
         except RankError as error:
             self.broken = True
             if failure is not None:
@@ -85,7 +94,7 @@ class Council:
         if any(own[1] for own in table):
             self.settled = True
             story = None if failure is None or isinstance(failure, RankError) else self._story(failure)
-            stories = gather_objects(self._group, story, size)
+            stories = self.gather(self._groups.everyone, story, "what went wrong on another rank")
             first = next((one for one in stories if one is not None), None)
             if failure is None:
                 raise other(first, UPDATED if call == FINISH and self.at.update is not None else AFTER[call])
@@ -105,45 +114,88 @@ class Council:
         rank = dist.get_rank()
         return rank, f"rank {rank} failed: {told(failure)}" + (f" ({where})" if where else "")
 
+    def gather(self, group: Any, value: Any, what: str) -> list[Any]:
+        """Everybody's object, of the ranks of ``group``.
+
+        Raises:
+            RankError: a rank has ended or does not answer.
+        """
+        self.ready()
+        with self.waiting(what):
+            return gather_objects(group, value, group.size())
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around an exchange in which this rank waits for all others.
+
+        Raises:
+            RankError: a rank has ended or does not answer, in place of the LostError inside.
+        """
+        self._waits.begins(-1)
+        try:
+            yield
+        except LostError as error:
+            self.broken = True
+            raise self._missing(-1, what, error) from error
+        self._waits.ends()
+
     def lost(self, device: int, what: str, error: BaseException) -> RankError:
         """The error about a device of this replica that has ended or does not answer."""
-        return self._missing(self._devices[device], f"{what}", error)
+        return self._missing(self._devices[device], what, error)
+
+    def gone(self, what: str) -> RankError | None:
+        """The error about the rank that is gone, if one is known to be."""
+        return self._missing(-1, what, RankError("a rank is gone")) if self._watch.alarmed else None
 
     def _missing(self, rank: int, what: str, error: BaseException) -> RankError:
-        everyone = self._ranks
+        """The error about who holds up this rank, which waits for ``rank``, -1: for all. Everybody else is told."""
         late = "imed out" in str(error)
-        if rank in everyone and not late:
-            place = self._watch.first_missed(everyone.index(rank))
-            self._watch.misses(place)
-            rank = everyone[place]
+        first = self._ranks.index(rank) if rank in self._ranks else ALL
+        self._waits.begins(first)
+        return self._blamed(self._watch.found(first, late), what, late)
 
-        def tell() -> str:
-            verb = f"has not answered for {self._timeout:g} s" if late else "has ended"
-            lines = [f"rank {rank} {verb}" if rank >= 0 else "a rank has ended or does not answer"]
-            lines[0] += f"; this rank waits for {what}"
-            for number, one in enumerate(everyone):
-                if late or one == rank:
-                    lines.append(f"  rank {one} stands at {self._stand(number)}")
-            return "\n".join(lines)
+    def _blamed(self, found: Found, what: str, late: bool) -> RankError:
+        story = found.story
+        if story is None:
+            path = [self._ranks[place] for place in found.path]
+            story = self._watch.tell((path[-1] if len(path) > 1 else -1, self._told(path, what, found, late)))
+        return RankError(story[1], story[0])
 
-        first, text = self._watch.culprit(rank, tell)
-        return RankError(text, first)
+    def _told(self, path: Sequence[int], what: str, found: Found, late: bool) -> str:
+        who = f"rank {path[-1]}" if len(path) > 1 else "a rank"
+        if found.left:
+            verb = "has closed its runner"
+        elif late:
+            verb = f"has not answered for {self._timeout:g} s" + ", its process stands still" * found.still
+        else:
+            verb = "has ended" if len(path) > 1 else "has ended or does not answer"
+        lines = [f"{who} {verb}; rank {path[0]} waits for {what}"]
+        if len(path) > 2:
+            pairs = [f"rank {one} for rank {other}" for one, other in pairwise(path)]
+            lines[0] += f" ({', '.join(pairs)})"
+        for number, one in enumerate(self._ranks):
+            if late or one == path[-1] != path[0]:
+                lines.append(f"  rank {one} stands at {self._stand(number)}")
+        return "\n".join(lines)
 
-    def standing(self, what: str, gone: int | None) -> RankError:
-        """The error about a device that waits for ever: ``gone`` is the place of a rank that has ended, None: all live,
-        and have queued all tasks up to where they stand."""
-        everyone = self._ranks
-        late = f"within {self._timeout:g} s after they were queued"
-        lines = [f"{what} {late if gone is None else f'and rank {everyone[gone]} is gone'}"]
-        lines += [f"  the host of rank {rank} stands at {self._stand(number)}" for number, rank in enumerate(everyone)
-                  if gone in (None, number)]
-        return RankError("\n".join(lines), dist.get_rank() if gone is None else everyone[gone])
+    def standing(self, device: str) -> RankError:
+        """The error about a device of this rank whose tasks do not end: that of a rank that is gone or does not answer.
+        Where all are there, it says up to where each has queued its tasks."""
+        late, me = not self._watch.alarmed, dist.get_rank()
+        found = self._watch.found(ALL, late)
+        if found.story is not None or len(found.path) > 1:
+            return self._blamed(found, f"{device} to end its tasks", late)
+        lines = [f"{device} of rank {me} has not ended its tasks within {self._timeout:g} s after they were queued"]
+        lines += [f"  the host of rank {rank} stands at {self._stand(number)}"
+                  for number, rank in enumerate(self._ranks)]
+        rank, text = self._watch.tell((me, "\n".join(lines)))
+        return RankError(text, rank)
 
     def _stand(self, number: int) -> str:
         note = self._watch.where(number)
         if note is None:
             return "an unknown task"
-        call, task, microbatches = note
+        call, task, microbatches = note[:3]
         plan = self.at
         if task < 0 or task >= len(plan) or plan.microbatches != abs(microbatches):
             return f"no task (call {call})"

@@ -178,6 +178,12 @@ class FarLines(RecordLines):
                 if line.number in self._peers:
                     self._poll.register(line.number, select.POLLIN)
 
+    def _listen(self, number: int, wanted: bool) -> None:
+        if wanted:
+            self._poll.register(number, select.POLLIN)
+        else:
+            self._poll.unregister(number)
+
     def fits(self, width: int) -> bool:
         return True
 

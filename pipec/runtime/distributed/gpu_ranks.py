@@ -35,7 +35,6 @@ from pipec.runtime.distributed.ranks import Ranks
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.streams import RankStreams, StreamBackend, StreamDevice, StreamOverlappedDevice
 from pipec.runtime.distributed.totals import Road, StagedRoad, Totals, WiredRoad
-from pipec.runtime.distributed.watch import Pulse
 from pipec.runtime.distributed.wires import Leg, Wire
 from pipec.runtime.executor import Device
 from pipec.runtime.program import Op, Program, Route, build_program
@@ -44,8 +43,6 @@ from pipec.runtime.stages import Stage
 from pipec.runtime.step import Step
 from pipec.spec import Spec
 from pipec.tree import tree_map
-
-SILENCE = 30.0  # seconds after which a rank that does not tell that it lives is gone
 
 
 def make_ranks(
@@ -92,6 +89,8 @@ class GpuRanks(Ranks):
         device: torch.device, blocks: Sequence[tuple[tuple[int, ...], ...]],
     ) -> None:
         """``blocks``: of all pipelines of the world, whose processes make all groups in one order."""
+        self._wires: dict[int, Wire] = {}  # by the device at the other end
+        self._sums: Wire | None = None
         super().__init__(spec, plan, groups, timeout, outputs)
         try:
             self.transport, self._named, self._gpus = transport, str(device), gpus
@@ -101,8 +100,6 @@ class GpuRanks(Ranks):
             self.streams = RankStreams(api, self.memory, self.device)
             self.backend: StreamBackend = StreamBackend(self.streams, self.place.ranks[self.replica], self.device)
             self._orders = Orders(self.device, self.place.replicas)
-            self._wires: dict[int, Wire] = {}  # by the device at the other end
-            self._sums: Wire | None = None
             self._blocks, self._met = blocks, set[Route]()
             make_totals(groups, blocks, self._new)
             if transport is Transport.WIRED:
@@ -215,10 +212,12 @@ class GpuRanks(Ranks):
             carrier: Carrier = Wired(streams.api, self._wires, streams.compute, self.memory, memory)
         else:
             carrier = Staged(streams.api, hosts, streams.compute, streams.out, self.memory)
-        return OrderedChannels(
+        self._open = made = OrderedChannels(
             carrier, memory, hosts, self.place.ranks[self.replica], self.device, own, self._orders.of(own.ops),
             self._frames[plan.training], forms, self._timeout, self._council.lost, received,
         )
+        made.waits = self._waiting
+        return made
 
     def settle(self, step: Step, channels: Any, work: Callable[[], None]) -> Result:
         """Run this rank's tasks; losses, on this rank's GPU, and outputs when every rank has come to its end."""
@@ -231,20 +230,19 @@ class GpuRanks(Ranks):
         Raises:
             RankError: it has not in time: a rank that it exchanges values with is gone, or stands.
         """
-        pulse, silent = Pulse(self.watch), list[int]()
-
-        def gone() -> bool:
-            found = pulse.silent(SILENCE)
-            silent.extend([] if found is None else [found])
-            return found is not None
-
-        if self.streams.ended(self._timeout, gone) or channels is None:
+        self._waiting.begins(-1)
+        if self.streams.ended(self._timeout, lambda: self.watch.alarmed) or channels is None:
+            self._waiting.ends()
             return
-        channels.broken = self._council.standing(
-            f"{self._named} of rank {dist.get_rank()} has not ended its tasks", silent[0] if silent else None
-        )
+        channels.broken = self._council.standing(self._named)
         self.backend.farewell(channels, (channels.broken.rank, str(channels.broken)))
         raise channels.broken
+
+    def close(self) -> None:
+        """Leave the groups, and the wires over them."""
+        super().close()
+        self._wires.clear()
+        self._sums = None
 
     def here(self, tensor: Any) -> Any:
         """A tensor of the host on this rank's GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -13,11 +14,15 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 from torch import Tensor
 
-from pipec.errors import RankError, RunError
+from pipec.errors import PipecError, RankError, RunError
 from pipec.ir import Plan
 
 SMALL = 8  # ranks: up to here everybody writes to everybody at once
 TABLE = 9  # tag of exchanges
+
+
+class LostError(RankError):
+    """A rank has ended or does not answer: nothing more is known where this is raised."""
 
 
 @frozen
@@ -134,13 +139,19 @@ class Groups:
     pairs: dict[int, Any] = field(factory=dict)  # by device of this replica: it and this one, for values on GPUs
     totals: Any = None  # this device in all replicas, for gradients on GPUs
 
+    def made(self) -> list[Any]:
+        """All of them, each once."""
+        groups = (self.pipeline, self.replicas, self.everyone, self.totals, *list(self.pairs.values()))
+        return list({id(g): g for g in groups if g is not None}.values())
+
     def close(self) -> None:
-        made = (self.pipeline, self.replicas, self.everyone, self.totals, *self.pairs.values())
-        for group in {id(g): g for g in made if g is not None}.values():
-            try:
-                dist.destroy_process_group(group)
-            except (RuntimeError, ValueError, AssertionError):  # torch.distributed was shut down first
-                return
+        """Leave them; nothing here holds them any more, so that they end."""
+        groups = self.made()
+        self.pipeline = self.replicas = self.everyone = self.totals = None
+        self.pairs.clear()
+        while groups:
+            with suppress(RuntimeError, ValueError, AssertionError):  # torch.distributed was shut down first
+                dist.destroy_process_group(groups.pop())
 
 
 def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float) -> Groups:
@@ -159,7 +170,15 @@ def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float) -> Groups:
         )
     me, own = dist.get_rank(), None
     for ranks in layouts(plan, mesh, replicas):
-        made = _groups(ranks, me, timedelta(seconds=timeout))
+        try:
+            made = _groups(ranks, me, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            if isinstance(error, PipecError):
+                raise
+            raise RankError(
+                f"not all ranks came together to make this runner within {timeout:g} s: one has ended, or is at "
+                f"something else ({error})"
+            ) from error
         own = made or own
     if own is None:
         raise RunError(
@@ -240,11 +259,16 @@ def make_totals(
                 groups.totals = made
 
 
-def exchange(group: Any, row: Sequence[float], size: int, me: int, timeout: float) -> list[list[float]]:
+def exchange(
+    group: Any, row: Sequence[float], size: int, me: int, timeout: float, waits: Callable[[int], None]
+) -> list[list[float]]:
     """Everybody's row of numbers, shape (size, len(row)); every rank gives one of the same length.
 
+    Args:
+        waits: told of the rank that this one waits for; -1: all.
+
     Raises:
-        RankError: a rank has ended or does not answer in time.
+        LostError: a rank has ended or does not answer in time.
     """
     mine = torch.tensor(row, dtype=torch.float64)
     if size == 1:
@@ -253,10 +277,11 @@ def exchange(group: Any, row: Sequence[float], size: int, me: int, timeout: floa
     rows = [torch.empty_like(mine) for _ in range(size)]
     rows[me] = mine
     if size > SMALL:
+        waits(-1)
         try:
             dist.all_gather(rows, mine, group=group)
         except RuntimeError as error:
-            raise RankError(f"a rank has ended or does not answer: {error}") from error
+            raise LostError(f"a rank has ended or does not answer: {error}") from error
         return [one.tolist() for one in rows]
     peer = -1
     peers = [number for number in range(size) if number != me]
@@ -265,9 +290,10 @@ def exchange(group: Any, row: Sequence[float], size: int, me: int, timeout: floa
         works += [(p, group.send([mine], p, TABLE)) for p in peers]
         for number, work in works:
             peer = number
+            waits(peer)
             work.wait(limit)
     except RuntimeError as error:
-        raise RankError(f"rank {peer} has ended or does not answer: {error}", peer) from error
+        raise LostError(f"rank {peer} has ended or does not answer: {error}", peer) from error
     return [one.tolist() for one in rows]
 
 
@@ -275,13 +301,13 @@ def gather_objects(group: Any, value: Any, size: int) -> list[Any]:
     """Everybody's object, for what is told rarely.
 
     Raises:
-        RankError: a rank has ended or does not answer in time.
+        LostError: a rank has ended or does not answer in time.
     """
     made: list[Any] = [None] * size
     try:
         dist.all_gather_object(made, value, group=group)
     except RuntimeError as error:
-        raise RankError(f"a rank has ended or does not answer: {error}") from error
+        raise LostError(f"a rank has ended or does not answer: {error}") from error
     return made
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipec.runtime import names, saving
 from pipec.runtime.alone import Alone, Path, Restoring
-from pipec.runtime.distributed.council import ANYWHERE, LOAD, NORM, SAVE, TRACE, Council
-from pipec.runtime.distributed.group import Groups, Place, gather_objects, same_everywhere
+from pipec.runtime.distributed.council import ANYWHERE, CALLS, LOAD, NORM, SAVE, TRACE, Council
+from pipec.runtime.distributed.group import Groups, Place, same_everywhere
 from pipec.runtime.distributed.local import Tied, check_wrappers, elsewhere_of, owners_of
 from pipec.runtime.distributed.results import packed
 from pipec.runtime.gradients import shared_parameters
@@ -78,7 +78,7 @@ class Held(Alone):
     def gather(self, value: Any, call: int) -> list[Any]:
         """Every device's object of this replica."""
         self._council.table(call, [], None)
-        return gather_objects(self.groups.pipeline, value, self.place.devices)
+        return self._council.gather(self.groups.pipeline, value, CALLS[call])
 
     def owners(self, stages: Sequence[Stage], model: names.Model | None) -> list[names.Owner]:
         """Shared parameters have the names of their stages on other ranks too."""
@@ -92,7 +92,7 @@ class Held(Alone):
     def save(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
         """The first replica writes, each rank what its stages hold."""
         flat, rest = saving.taken_apart(self._told(state))
-        rest = saving.merged(gather_objects(self.groups.pipeline, on_host(rest), self.place.devices))
+        rest = saving.merged(self._council.gather(self.groups.pipeline, on_host(rest), CALLS[SAVE]))
         self._told(lambda: saving.begin(path) if self.place.everyone[0] == dist.get_rank() else None)
         self._told(lambda: saving.write(path, flat, rest, self.groups.pipeline) if self.replica == 0 else None)
 
@@ -103,7 +103,7 @@ class Held(Alone):
         state = self._told(lambda: saving.read(path, names.named(owners)))
         live = names.live(owners)
         known = {name for name, value in live.items() if id(value) not in elsewhere}
-        anywhere = set[str]().union(*gather_objects(self.groups.pipeline, list(live), self.place.devices))
+        anywhere = set[str]().union(*self._council.gather(self.groups.pipeline, list(live), CALLS[LOAD]))
         state["model"] = {name: value for name, value in state["model"].items() if name in live or name not in anywhere}
         state["optimizer"]["groups"] = [
             {**group, "names": [name for name in group["names"] if name in known or name not in anywhere]}
@@ -152,7 +152,8 @@ class Held(Alone):
 
     def everywhere(self, data: bytes) -> list[Any]:
         """What everybody has packed, in this replica, with its tensors where this rank's are."""
-        return [pickle.loads(one) for one in gather_objects(self.groups.pipeline, data, self.place.devices)]
+        rows = self._council.gather(self.groups.pipeline, data, "the outputs of all ranks")
+        return [pickle.loads(one) for one in rows]
 
     def elsewhere_outputs(self) -> tuple[tuple[str, int], ...]:
         """Outputs that are in the results of other ranks, with their devices."""

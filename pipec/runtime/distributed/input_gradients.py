@@ -22,7 +22,7 @@ from pipec.ir import Plan
 from pipec.runtime.batch import MISSING
 from pipec.runtime.borders import Parcel
 from pipec.runtime.distributed.carriers import join
-from pipec.runtime.distributed.group import Groups, gather_objects
+from pipec.runtime.distributed.group import Groups, LostError, gather_objects
 from pipec.runtime.distributed.wire import Frame, frame_of, payload_of, rebuilt
 from pipec.runtime.step import Batch, Step, moved_gradient
 from pipec.spec import Spec
@@ -149,7 +149,7 @@ class InputGradients:
             for work in works:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            raise RankError(f"the gradients of inputs did not arrive: {error}") from error
+            raise LostError(f"the gradients of inputs did not arrive: {error}") from error
         return came
 
 

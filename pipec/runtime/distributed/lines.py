@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
 import select
 import socket
 import struct
-import sys
 import weakref
 from array import array
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from pipec.runtime.distributed.blocks import PAGE, Block, Pool, Seen
-from pipec.runtime.distributed.group import gather_objects
+from pipec.runtime.distributed.blocks import Block, Pool, Seen
+from pipec.runtime.distributed.doors import owner, reached
 from pipec.runtime.distributed.records import DROP, FAILED, GONE, MOST, RecordLines
 
 NUMBERS = struct.Struct("8q")  # of a record: status, turn, task, how many messages of the other direction have been
@@ -77,7 +75,7 @@ class Lines(RecordLines):
         self._ends: dict[int, int] = {}  # descriptors of the ranks' processes: readable when one has ended
         for peer, line in sockets.items():
             with suppress(OSError, AttributeError):  # where the kernel has none, or the process has another name there
-                number = os.pidfd_open(_owner(line)[0])
+                number = os.pidfd_open(owner(line)[0])
                 self._poll.register(number, select.POLLIN)
                 self._ends[number] = peer
         self._finalizer = weakref.finalize(self, _close, list(sockets.values()), list(self._ends))
@@ -199,6 +197,12 @@ class Lines(RecordLines):
             self._over(one, f"the process of device {one} has ended")
         return bool(ready)
 
+    def _listen(self, number: int, wanted: bool) -> None:
+        if wanted:
+            self._poll.register(number, select.POLLIN)
+        else:
+            self._poll.unregister(number)
+
     def fits(self, width: int) -> bool:
         return NUMBERS.size + 8 * width <= ROOM // 2
 
@@ -218,23 +222,9 @@ def _close(sockets: Sequence[socket.socket], files: Sequence[int]) -> None:
 
 def connected(group: Any, me: int, size: int, timeout: float) -> Lines | None:
     """Lines to all ranks of ``group``; None, on all of them, unless all are processes of one user on one Linux host."""
-    lines: dict[int, socket.socket] = {}
-    door, address = _opened(size)
-    with door or nullcontext():
-        addresses = gather_objects(group, address, size)
-        fine = None not in addresses
-        for peer in range(me) if fine else ():
-            made = _called(addresses[peer], me)
-            if made is None:
-                fine = False
-                break
-            lines[peer] = made
-        if all(gather_objects(group, fine, size)) and door is not None:  # then every call has been made
-            fine = _answered(door, lines, size - 1)
-        else:
-            fine = False
-        if all(gather_objects(group, fine, size)):
-            return Lines(me, dict(sorted(lines.items())), timeout, awake(len(os.sched_getaffinity(0)), here()))
+    lines, whole = reached(group, me, size, MOST)
+    if whole:
+        return Lines(me, lines, timeout, awake(len(os.sched_getaffinity(0)), here()))
     for line in lines.values():
         line.close()
     return None
@@ -250,61 +240,3 @@ def awake(cores: int, ranks: int) -> float:
     """Seconds that ranks may look for records before they sleep: none where they take turns on the cores, as the one
     that looks may hold up the one it waits for."""
     return AWAKE if ranks <= cores else 0.0
-
-
-def _opened(size: int) -> tuple[socket.socket | None, str | None]:
-    """A door where others can call, and its address, which is none on any other host; None where that cannot be."""
-    if not (sys.platform == "linux" and hasattr(os, "memfd_create") and 1 < size <= MOST):
-        return None, None
-    door = None
-    try:
-        os.close(Block(0, PAGE).file)
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        address = f"\0pipec-{secrets.token_hex(16)}"
-        door.bind(address)
-        door.listen(size)
-        return door, address
-    except (OSError, RuntimeError):
-        return door, None
-
-
-def _called(address: str, me: int) -> socket.socket | None:
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        line.connect(address)
-        if _mine(line):
-            line.send(me.to_bytes(4, "little"))
-            return line
-    except OSError:
-        pass
-    line.close()
-    return None
-
-
-def _answered(door: socket.socket, lines: dict[int, socket.socket], count: int) -> bool:
-    """Take the calls of the ranks that are not in ``lines`` yet, until there are ``count`` of them."""
-    door.settimeout(10.0)
-    try:
-        while len(lines) < count:
-            line, _ = door.accept()
-            line.settimeout(10.0)
-            if not _mine(line):
-                line.close()
-                continue
-            lines[int.from_bytes(line.recv(4), "little")] = line
-            line.settimeout(None)
-    except OSError:
-        return False
-    return True
-
-
-def _mine(line: socket.socket) -> bool:
-    """Whether the other end is a process of this user: what comes on a line is trusted."""
-    return _owner(line)[1] == os.getuid()
-
-
-def _owner(line: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end."""
-    size = struct.calcsize("3i")
-    process, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return process, user

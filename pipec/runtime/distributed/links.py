@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipec.runtime.channels import Stopped
+from pipec.runtime.distributed.records import Unwatched, Waits
 from pipec.runtime.program import Op, Route
 
 Key = tuple[Any, ...]  # from, to, value, gradient, form of the microbatch or slice
@@ -27,6 +28,7 @@ class Links(ABC):
     _out: Mapping[int, Any]  # by reader: the messages, and how many were sent
     _forms: Sequence[Any] | None
     _before: Mapping[Route, int]
+    waits: Waits = Unwatched()  # where this rank notes for whom it waits
     _own: deque[Any]  # what comes back to this rank from its host memory: slots, and what is for them
 
     def _key(self, message: Any) -> Key:
@@ -60,6 +62,10 @@ class Links(ABC):
     def _back(self) -> tuple[int, Any]:
         """The next (slot, payload) that comes back from this rank's own host memory."""
         return self._own.popleft()  # type: ignore[no-any-return]
+
+    def leave(self) -> None:
+        """The runner is closed: hold no group any more, nor anything that is under way in it."""
+        self._in, self._out = {}, {}
 
     @abstractmethod
     def _next(self, link: Any) -> tuple[int, Any]:

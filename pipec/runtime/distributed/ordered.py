@@ -207,6 +207,7 @@ class OrderedChannels(Links):
             raise self.broken
         if not works:
             return
+        self.waits.begins(peer)
         try:
             self._carrier.push(wait=True)
             for work in works:
@@ -215,6 +216,7 @@ class OrderedChannels(Links):
             self.stopped = True
             self.broken = self._lost(peer, message.what, error)
             raise self.broken from error
+        self.waits.ends()
 
     # -- sending --------------------------------------------------------------------------------------------
 
@@ -333,6 +335,14 @@ class OrderedChannels(Links):
                     break
                 self._late.append((message, works, [head, blob]))
         self._carrier.abandon()
+
+    def leave(self) -> None:
+        super().leave()
+        self._sending.clear()
+        self._late.clear()
+        self._awaited.clear()
+        self._hosts = None
+        del self._carrier
 
     def stop(self) -> None:
         """This rank has failed."""

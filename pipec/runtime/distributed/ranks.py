@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import time_ns
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipec.errors import RankError
 from pipec.ir import Plan
 from pipec.runtime.asynchronous.program import Steps
 from pipec.runtime.backends import Backend
@@ -32,9 +30,10 @@ from pipec.runtime.distributed.backend import RankBackend, RankDevice, Traffic, 
 from pipec.runtime.distributed.channels import RankChannels
 from pipec.runtime.distributed.council import BEGIN, FINISH, FIXED, SETTLE, SWITCH, Council
 from pipec.runtime.distributed.fit import check_plan, check_successor
-from pipec.runtime.distributed.group import Groups, gather_objects
+from pipec.runtime.distributed.group import Groups
 from pipec.runtime.distributed.held import Held
 from pipec.runtime.distributed.input_gradients import InputGradients, mask_of
+from pipec.runtime.distributed.links import Links
 from pipec.runtime.distributed.local import local_spec, tied_parameters
 from pipec.runtime.distributed.overlap import RankOverlappedDevice, RankTogether
 from pipec.runtime.distributed.reduce import Reducer
@@ -65,6 +64,7 @@ class Ranks(Held):
     """
 
     ways: ClassVar[tuple[str, ...]] = (MEMORY, SOCKETS)  # in which values may travel, the first that can be had
+    watched: ClassVar[tuple[str, ...]] = (MEMORY, SOCKETS)  # the same for the watch
 
     def __init__(self, spec: Spec, plan: Plan, groups: Groups, timeout: float, outputs: str) -> None:
         self.homes = [plan.stage_device(stage) for stage in range(len(spec.stages))]
@@ -74,17 +74,21 @@ class Ranks(Held):
         place = groups.place
         self.device, self.replica = place.device, place.replica
         self.me = place.everyone.index(dist.get_rank())
-        name = gather_objects(self.groups.everyone, f"{time_ns()}", len(place.everyone))[0]
-        self.watch = Watch(name, self.me, len(place.everyone))
+        self.watch = Watch(groups, self.me, MEMORY in self.watched, SOCKETS in self.watched)
         self.backend = RankBackend(place.ranks[place.replica], place.device)
         self._traffic: dict[int, tuple[Program, Traffic]] = {}
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
         self._closed, self._hooked, self._elsewhere = False, False, list[int]()
+        self._open: Links | None = None  # channels that hold a group
         losses = len(spec.losses)
         width = FIXED + max(LOSS_WIDTH * losses, losses + 2 * len(spec.inputs))
-        self._lines, self.way = lines_between(self.groups.pipeline, place, timeout, self.ways)
-        between_all = self._lines if place.replicas == 1 else None
-        self._council = Council(self.groups, self.watch, plan, width, timeout, between_all)
+        self._council = Council(self.groups, self.watch, plan, width, timeout)
+        with self._council.waiting("the sockets of all ranks"):
+            self._lines, self.way = lines_between(self.groups.pipeline, place, timeout, self.ways)
+        self._waiting = self.watch.waiting(self.replica * place.devices)
+        if self._lines is not None:
+            self._lines.watched(self._waiting)
+            self._council.lines = self._lines if place.replicas == 1 else None
         self._reducer: Reducer | None = None
         self._inputs = InputGradients(spec, plan, groups, timeout)
 
@@ -110,15 +114,13 @@ class Ranks(Held):
             held = held_forms(stages(), self._tied, self.place.replicas)
             told = self._agree(summary(self.spec, self._plan, options) | {HELD: held}, self._plan)
             self._hooked = any(one[HOOKED] for one in told)
-            self.watch.meet()
-            gather_objects(self.groups.everyone, None, len(self.place.everyone))
-            self.watch.hide()
         except BaseException:
             self.close()
             raise
 
     def _agree(self, own: Summary, plan: Plan) -> list[Summary]:
-        return agreed(self.groups.everyone, own, plan, self.place.everyone, dist.get_rank())
+        with self._council.waiting("what other ranks run"):
+            return agreed(self.groups.everyone, own, plan, self.place.everyone, dist.get_rank())
 
     def reduce(self, stage: int, failed: bool) -> None:
         """Begin the REDUCE of a stage."""
@@ -128,7 +130,8 @@ class Ranks(Held):
     def reduced(self) -> None:
         """Wait for every REDUCE that has begun."""
         if self._reducer is not None:
-            self._reducer.finish()
+            with self._council.waiting("a REDUCE"):
+                self._reducer.finish()
 
     def inputs_elsewhere(self, stages: Sequence[Stage]) -> list[int]:
         """Inputs that no stage of this rank reads; they may be left out here."""
@@ -223,10 +226,12 @@ class Ranks(Held):
                 self._lines, self.device, own, self._frames[plan.training], forms, self._timeout, self._council.lost,
                 received,
             )
-        return RankChannels(
+        self._open = made = RankChannels(
             self.groups.pipeline, self.device, own.incoming, own.outgoing, self._frames[plan.training], forms,
             self._timeout, torch.device("cpu"), self._council.lost, received,
         )
+        made.waits = self._waiting
+        return made
 
     def settle(self, step: Step, channels: Any, work: Callable[[], None]) -> Result:
         """Run this rank's tasks; losses and outputs when every rank has come to its end.
@@ -248,11 +253,8 @@ class Ranks(Held):
 
         table = self.ended(lambda: channels, row, step.plan.training)
         if self._inputs.wanted and step.plan.training:
-            try:
+            with self._council.waiting("the gradients of inputs"):
                 self._inputs.exchange(step)
-            except RankError:
-                self._council.broken = True
-                raise
         parts = self.everywhere(data) if self.outputs == "all" else None
         return gathered_result(step, self._council.at, [row[FIXED:] for row in table], here, parts)
 
@@ -293,6 +295,7 @@ class Ranks(Held):
         used = channels()
         if used is not None and used.broken is not None:
             self._council.broken = True
+            self.watch.tell((used.broken.rank, str(used.broken)))
             raise failure or used.broken
         try:
             table = self._council.table(SETTLE, [0.0] * (FIXED - 2) + row, failure, width)
@@ -301,7 +304,8 @@ class Ranks(Held):
         except BaseException:
             self._frames[training].clear()
             if self._reducer is not None and not self._council.broken:
-                self._reducer.finish(discard=True)
+                with self._council.waiting("a REDUCE"):
+                    self._reducer.finish(discard=True)
             raise
         finally:
             del failure  # this frame is in its traceback: a cycle
@@ -381,11 +385,14 @@ class Ranks(Held):
         same_call(table, self.place.everyone)
 
     def close(self) -> None:
-        """Leave the groups."""
+        """Leave the groups, and let go of all that holds a descriptor or a thread."""
         if not self._closed:
             self._closed = True
             self._council.closed = True
-            self.watch.close()
             if self._lines is not None:
                 self._lines.close()
+            if self._open is not None:
+                self._open.leave()
+            self._open = self._reducer = None
+            self.watch.close()
             self.groups.close()

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from pipec.errors import RankError
 
@@ -26,6 +26,39 @@ class GoneError(RuntimeError):
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
         self.rank = rank
+
+
+class Waits(Protocol):
+    """Where a rank notes for whom it waits.
+
+    Attributes:
+        alarm: a descriptor that is readable when the run cannot go on.
+        alarmed: whether it is.
+    """
+
+    alarm: int
+
+    @property
+    def alarmed(self) -> bool: ...
+
+    def begins(self, peer: int) -> None:
+        """This rank waits for another one, -1: for all. Where it gives up, it is left at that."""
+
+    def ends(self) -> None:
+        """It does not any more."""
+
+
+class Unwatched:
+    """Nobody wants to know."""
+
+    alarm = -1
+    alarmed = False
+
+    def begins(self, peer: int) -> None:
+        """Not noted."""
+
+    def ends(self) -> None:
+        """Not noted."""
 
 
 class RecordLines(ABC):
@@ -45,6 +78,17 @@ class RecordLines(ABC):
         self.inbox: dict[int, deque[Any]] = {peer: deque() for peer in self._others}
         self.known = dict.fromkeys(self._others, 0)
         self.turn = 0
+        self._waits: Waits = Unwatched()
+        self._stopped = False
+
+    def watched(self, waits: Waits) -> None:
+        """Note from now on who is waited for, and stop to wait when the run cannot go on."""
+        self._waits = waits
+        self._listen(waits.alarm, True)
+
+    @abstractmethod
+    def _listen(self, number: int, wanted: bool) -> None:
+        """Wake up when a descriptor is readable, or not any more."""
 
     @abstractmethod
     def next_turn(self) -> None:
@@ -123,9 +167,26 @@ class RecordLines(ABC):
             raise GoneError(*self._told[peer])
         if peer in self._ended:
             raise RuntimeError(self._ended[peer])
+        if self._waits.alarmed:
+            self._stop()
+            return
         left = end - monotonic()
+        self._waits.begins(peer)
         if not self._look(max(0.0, min(left, DAY))) and left <= 0:
             raise RuntimeError("timed out")
+        self._waits.ends()
+
+    def _stop(self) -> None:
+        """A rank is gone: take in what has come, which may be all that this one needs.
+
+        Raises:
+            RuntimeError: nothing has.
+        """
+        if not self._stopped:
+            self._stopped = True
+            self._listen(self._waits.alarm, False)
+        if not self._look(0.0):
+            raise RuntimeError("a rank is gone")
 
     def exchange(self, row: Sequence[float], timeout: float) -> list[list[float]]:
         """Everybody's row of numbers; every rank gives one of the same length.

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
-from pipec.errors import RankError, RunError
-from pipec.runtime.distributed.group import Groups
+from pipec.errors import RunError
+from pipec.runtime.distributed.group import Groups, LostError
 from pipec.runtime.distributed.local import Tied
 from pipec.runtime.gradients import Accumulator
 
@@ -122,7 +122,7 @@ class Reducer:
         """Wait for every sum, and put it where this rank adds gradients to ``.grad``.
 
         Raises:
-            RankError: a rank has ended or does not answer.
+            LostError: a rank has ended or does not answer.
         """
         try:
             for one in self._sums:
@@ -143,7 +143,7 @@ class Reducer:
         except RuntimeError as error:
             if isinstance(error, RunError):
                 raise
-            raise RankError(f"a REDUCE did not end: {error}") from error
+            raise LostError(f"a REDUCE did not end: {error}") from error
         self._sums, self._parts, self._sends = [], [], []
 
     def _keep(self, one: Sum) -> None:

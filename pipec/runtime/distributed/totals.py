@@ -17,9 +17,9 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
-from pipec.errors import RankError, RunError
+from pipec.errors import RunError
 from pipec.runtime.distributed.carriers import CONTENT
-from pipec.runtime.distributed.group import Groups
+from pipec.runtime.distributed.group import Groups, LostError
 from pipec.runtime.distributed.local import Tied
 from pipec.runtime.distributed.reduce import Reducer, owed, place_of, rows_of
 from pipec.runtime.distributed.wires import Leg, Wire
@@ -198,7 +198,7 @@ class Totals(Reducer):
         """Wait for every sum, and put it where this rank adds gradients to ``.grad``.
 
         Raises:
-            RankError: a rank has ended or does not answer.
+            LostError: a rank has ended or does not answer.
         """
         try:
             totals, self._totals = self._totals, []
@@ -217,7 +217,7 @@ class Totals(Reducer):
         except RuntimeError as error:
             if isinstance(error, RunError):
                 raise
-            raise RankError(f"a REDUCE did not end: {error}") from error
+            raise LostError(f"a REDUCE did not end: {error}") from error
         for part in given:
             if not part.sends and not discard and float(part.has):
                 own = self._accumulators[part.stage]

@@ -1,203 +1,229 @@
-"""Where every rank stands: for the error when one is gone or does not answer.
+"""Who is gone, who stands still, and where every rank stands: told over sockets of its own.
 
-A rank notes the task it is at in a few bytes of a file that is mapped into memory, so that it costs nothing and
-outlives the process; ranks of the same host map it too. The file has lost its name by then, so that nothing stays
-behind, however all of them end. Once a second a thread puts the same into
-torch.distributed's store for ranks on other hosts. A rank that misses another says so in the store and in its note, so
-that those who lose their connection only because of that name the right one; the store may be gone with its process.
+Every rank has a connection to every other one for this alone, whichever way values travel: on one host a Unix socket,
+between hosts one of TCP, and torch.distributed's store where neither can be had. A thread listens there. The kernel
+tells it at once when a process has ended; a rank that gives up says first whom it misses, so that those who lose their
+connection only because of that name the right one; and a rank whose process stops gives no sign of life any more. What
+a rank is at, and for whom it waits, is in its note: mapped by ranks of its host, sent to others.
+
+When somebody is gone, the thread wakes the one that runs the tasks: by a descriptor where that polls its lines, by
+hanging up the groups of gloo where it waits for one of those.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
-import pickle
 import socket
-import struct
-import tempfile
-import threading
 import weakref
-from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from time import monotonic
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, time_ns
+from typing import Any, NamedTuple
 
-from pipec.runtime.distributed.group import own_store
+import torch
+import torch.distributed as dist
 
-BEAT = 1.0  # seconds between two notes in the store
-SOON = 5.0  # seconds after which a store that is asked about others does not answer
-RECORD = struct.Struct("4q")  # call, task (-1: between tasks), microbatches of the call (negative in evaluation), and
-# which rank, counted from 1, this one has given up because it misses that
+from pipec.runtime.distributed.blame import Seen, blamed
+from pipec.runtime.distributed.bulletin import Bulletin, Story
+from pipec.runtime.distributed.calls import called
+from pipec.runtime.distributed.doors import reached
+from pipec.runtime.distributed.group import Groups, gather_objects
+from pipec.runtime.distributed.lookout import GRACE, STILL, Lookout
+from pipec.runtime.distributed.notes import ALL, CALL, MICROBATCHES, NOBODY, TASK, WAITS, Note, Stand, numbers_of
+from pipec.runtime.distributed.posts import Post, process_of
+
+MOST = 256  # ranks: beyond, each would hold too many sockets
+LOOK = 0.1  # seconds between two looks at who waits for whom
+TAG = 8  # of messages that never come
+
+
+class Found(NamedTuple):
+    """Who is to blame.
+
+    Attributes:
+        story: what another rank has said about it; the rest is empty then.
+        path: the places of ranks that wait for each other, from this one to the one to blame; this one alone: unknown.
+        left: that one has closed its runner.
+        still: its process has stopped.
+    """
+
+    story: Story | None
+    path: Sequence[int] = ()
+    left: bool = False
+    still: bool = False
 
 
 class Watch:
-    """This rank's note, and those of the others.
+    """What this rank tells the others, and knows of them.
 
-    Args:
-        name: the same on every rank, other than that of any other runner.
-        me, size: this rank's place among ``size``.
+    Attributes:
+        look: what is known, and the thread that hears it.
     """
 
-    def __init__(self, name: str, me: int, size: int) -> None:
-        self._store = own_store(f"pipec/{name}")
-        self.me, self.size = me, size
-        number, self._path = tempfile.mkstemp(prefix=f"pipec-{os.getpid()}-")
-        os.ftruncate(number, mmap.PAGESIZE)
-        self._map = mmap.mmap(number, mmap.PAGESIZE)
-        os.close(number)
-        self._note = memoryview(self._map).cast("q")
-        self._notes: dict[int, mmap.mmap] = {}  # of other ranks on this host
-        self._silent = False  # the store has not answered
-        self.call = 0
-        self.at(-1)
-        self._store.set(f"where/{me}", pickle.dumps((socket.gethostname(), self._path)))
-        self._end = threading.Event()
-        self._finalizer = weakref.finalize(self, _close, self._end, self._path)
-        threading.Thread(
-            target=_beat, args=(self._store, me, self._map, self._end), name=f"pipec watch {me}", daemon=True
-        ).start()
+    def __init__(self, groups: Groups, me: int, near: bool = True, far: bool = True) -> None:
+        """
+        Args:
+            me: this rank's place among all of ``groups.everyone``, which make theirs together.
+            near, far: whether sockets of one host, and between hosts, may be used.
+        """
+        size = len(groups.place.everyone)
+        self.me, self.size, self._note = me, size, Note()
+        lines, whole = reached(groups.everyone, me, size, MOST) if near else ({}, size == 1)
+        mapped = _shared(lines, self._note)
+        if far and not whole:
+            others = called(groups.everyone, me, size, lines, MOST).lines
+            whole = others is not None
+            lines |= others or {}
+        posts = {peer: Post(line) for peer, line in lines.items()}
+        ends = {number: peer for peer, line in lines.items() if (number := process_of(line)) is not None}
+        self.look = Lookout(me, self._note, posts, ends, mapped, lambda: hang_up(groups))
+        self._finalizer = weakref.finalize(self, _close, self.look, os.getpid())
+        self._numbers = self._note.numbers
+        if not whole:
+            name = gather_objects(groups.everyone, f"{time_ns()}", size)[0]
+            unreached = [place for place in range(size) if place != me and place not in posts]
+            self.look.bulletin = Bulletin(name, me, unreached, self._note.data, self.look.heard)
+        self.look.start()
 
-    def meet(self) -> None:
-        """Map the notes of ranks on this host, when all have made theirs."""
-        for rank in range(self.size):
-            with contextlib.suppress(RuntimeError, OSError, ValueError):
-                host, path = pickle.loads(self._store.get(f"where/{rank}"))
-                if host == socket.gethostname():
-                    with open(path, "rb") as file:
-                        self._notes[rank] = mmap.mmap(file.fileno(), RECORD.size, access=mmap.ACCESS_READ)
-
-    def hide(self) -> None:
-        """Remove the name of this rank's file, when all have met."""
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+    # -- what this rank does --------------------------------------------------------------------------------
 
     def at(self, task: int) -> None:
         """This rank begins ``task``; -1: it has none."""
-        self._note[1] = task
+        self._numbers[TASK] = task
 
     def begin(self) -> None:
         """A call of the runner begins."""
-        self.call += 1
-        self._note[0], self._note[2] = self.call, 0
+        self._numbers[CALL] += 1
+        self._numbers[MICROBATCHES] = 0
 
     def runs(self, microbatches: int, training: bool) -> None:
         """It is a step, or an evaluation, of so many microbatches."""
-        self._note[2] = microbatches if training else -microbatches
+        self._numbers[MICROBATCHES] = microbatches if training else -microbatches
 
-    def where(self, rank: int) -> tuple[int, int, int] | None:
+    def waiting(self, first: int) -> Waiting:
+        """To note for whom this rank waits, among those whose places begin with ``first``."""
+        return Waiting(self.look, first)
+
+    # -- what others do -------------------------------------------------------------------------------------
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether a rank is gone, so that the run cannot go on."""
+        return self.look.alarmed
+
+    def where(self, place: int) -> Stand | None:
         """The note of a rank, None when it cannot be had."""
-        note = self._read(rank)
-        return None if note is None else (note[0], note[1], note[2])
+        return self.look.where(place)
 
-    def _read(self, rank: int) -> tuple[int, int, int, int] | None:
-        if rank in self._notes:
-            return RECORD.unpack(self._notes[rank][: RECORD.size])
-        with contextlib.suppress(RuntimeError, struct.error):
-            return RECORD.unpack(self._asked(lambda: self._found(f"at/{rank}")))
-        return None
+    def tell(self, story: Story) -> Story:
+        """This rank gives up: let all others know whom it misses; the story that was told first, if there was one."""
+        return self.look.tell(story)
 
-    def _found(self, key: str) -> bytes:
-        """What the store has under a key; nothing where it has none."""
-        return bytes(self._store.get(key)) if self._store.check([key]) else b""
+    def found(self, first: int, late: bool) -> Found:
+        """Who is to blame when this rank cannot go on.
 
-    def _asked(self, ask: Callable[[], Any]) -> Any:
-        """What the store answers, which may be on a host that cannot be reached.
-
-        Raises:
-            RuntimeError: it is gone, or does not answer soon.
+        Args:
+            first: the place of the rank that it waits for, ``ALL`` for every other one.
+            late: nothing has come in time; else a connection has ended.
         """
-        if self._silent:
-            raise RuntimeError("the store does not answer")
-        answers: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+        look = self.look
+        with look.changed:
+            if not late or look.gone or look.story is not None or look.alarmed:
+                look.changed.wait_for(lambda: look.story or look.gone or self._has_left(first), timeout=1.5 * GRACE)
+                if look.story is not None:
+                    return Found(look.story)
+                if look.gone:
+                    return Found(None, [self.me, next(iter(look.gone))])
+                if self._has_left(first):
+                    return Found(None, [self.me, next(iter(look.left)) if first == ALL else first], left=True)
+                return Found(None, [self.me, first] if first != ALL else [self.me])
+        return self._late(first)
 
-        def wait() -> None:
-            try:
-                answers.put((True, ask()))
-            except Exception as error:
-                answers.put((False, error))
+    def _has_left(self, first: int) -> bool:
+        return bool(self.look.left) if first == ALL else first in self.look.left
 
-        threading.Thread(target=wait, name=f"pipec asks {self.me}", daemon=True).start()
-        try:
-            fine, answer = answers.get(timeout=SOON)
-        except Empty:
-            self._silent = True
-            raise RuntimeError("the store does not answer") from None
-        if not fine:
-            raise RuntimeError(str(answer)) from answer
-        return answer
-
-    def misses(self, rank: int) -> None:
-        """This rank gives up because ``rank`` has ended."""
-        self._note[3] = rank + 1
-
-    def first_missed(self, rank: int) -> int:
-        """``rank`` has ended: because it misses another, that one, and so on."""
-        seen = {self.me}
-        while rank not in seen:
-            seen.add(rank)
-            note = self._read(rank)
-            if note is None or not note[3] or note[3] - 1 in seen:
+    def _late(self, first: int) -> Found:
+        """Follow who waits for whom, as all of them say now."""
+        look, since = self.look, monotonic()
+        while True:
+            path = blamed(self.me, first, self.size, self._seen)
+            known = all(look.still(place) or look.fresh(place, since) for place in path[1:])
+            if known or monotonic() - since > STILL + GRACE:
                 break
-            rank = note[3] - 1
-        return rank
+            unseen = [place for place in path[1:] if place not in look.posts]
+            if look.bulletin is not None and unseen:
+                look.bulletin.look(unseen)
+            with look.changed:
+                if look.changed.wait_for(lambda: look.story or look.gone, timeout=LOOK):
+                    break
+        if look.story is not None or look.gone:
+            return self.found(first, False)
+        last = path[-1]
+        return Found(None, path, last in look.left, look.still(last) and last not in look.left)
 
-    def culprit(self, rank: int, tell: Callable[[], str]) -> tuple[int, str]:
-        """The rank that was missed first, and what was said about it; ``rank`` if nobody missed another before."""
-        with contextlib.suppress(RuntimeError):
-            told = self._asked(lambda: self._found("culprit"))
-            if told:
-                first: tuple[int, str] = pickle.loads(told)
-                return first
-        found = rank, tell()
-        with contextlib.suppress(RuntimeError):
-            self._asked(lambda: self._store.set("culprit", pickle.dumps(found)))
-        return found
-
-    def beats(self, rank: int) -> int:
-        """How often a rank's thread has told that it lives; -1: nobody knows, as the store is gone."""
-        try:
-            return int(self._store.add(f"beats/{rank}", 0))
-        except RuntimeError:
-            return -1
+    def _seen(self, place: int) -> Seen:
+        stand = self.look.where(place)
+        still = self.look.still(place) or place in self.look.left
+        return Seen(NOBODY if stand is None else stand.waits, still)
 
     def close(self) -> None:
         self._finalizer()
 
 
-class Pulse:
-    """Which rank has stopped to tell that it lives, since this was made."""
+class Waiting:
+    """For whom a rank waits, in its note. Ranks of one group are counted from 0.
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._seen: dict[int, tuple[int, float]] = {}  # by rank its beats, and when the last one was noticed
-        self._next = 0.0
+    Attributes:
+        alarm: a descriptor that is readable when the run cannot go on.
+    """
 
-    def silent(self, seconds: float) -> int | None:
-        """A rank that has not beaten for so long; looked for once a beat."""
-        now = monotonic()
-        if now < self._next:
-            return None
-        self._next = now + BEAT
-        for rank in range(self._watch.size):
-            beats = self._watch.beats(rank)
-            before, since = self._seen.get(rank, (beats, now))
-            self._seen[rank] = beats, (since if beats == before else now)
-            if rank != self._watch.me and now - self._seen[rank][1] > seconds:
-                return rank
-        return None
+    def __init__(self, look: Lookout, first: int) -> None:
+        self._look, self._numbers, self._first = look, look.note.numbers, first + 1
+        self.alarm = look.alarm.number
 
+    @property
+    def alarmed(self) -> bool:
+        return self._look.alarmed
 
-def _beat(store: Any, me: int, note: mmap.mmap, end: threading.Event) -> None:
-    while not end.wait(BEAT):
-        try:
-            store.set(f"at/{me}", bytes(note[: RECORD.size]))
-            store.add(f"beats/{me}", 1)
-        except RuntimeError:  # the store is gone; so is whoever would read it
-            return
+    def begins(self, peer: int) -> None:
+        """For a rank of the group, or ``ALL`` of all groups."""
+        self._numbers[WAITS] = self._first + peer if peer >= 0 else ALL
+
+    def ends(self) -> None:
+        self._numbers[WAITS] = NOBODY
 
 
-def _close(end: threading.Event, path: str) -> None:
-    end.set()
-    with contextlib.suppress(OSError):
-        os.unlink(path)
+def hang_up(groups: Groups) -> None:
+    """End all connections of the groups of gloo, so that whoever waits for something there, here or at their other
+    ends, is told at once. That is what gloo does when somebody has waited too long for a message."""
+    for group in groups.made():
+        size = group.size()
+        if size < 2 or "gloo" not in dist.get_backend(group):
+            continue
+        for tag in range(TAG, TAG + 1 + os.environ.get("GLOO_SOCKET_IFNAME", "").count(",")):  # each has its own
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], (group.rank() + 1) % size, tag).wait(timedelta(milliseconds=1))
+
+
+def _shared(lines: dict[int, socket.socket], note: Note) -> dict[int, Any]:
+    """Give the note to all ranks of this host, and map theirs."""
+    mapped: dict[int, Any] = {}
+    for line in lines.values():
+        with suppress(OSError):
+            socket.send_fds(line, [b"note"], [note.file])
+    for peer, line in lines.items():
+        with suppress(OSError):
+            line.settimeout(10.0)
+            _, files, _, _ = socket.recv_fds(line, 16, 1)
+            for file in files:
+                mapped[peer] = numbers_of(file)
+                os.close(file)
+    note.shared()
+    return mapped
+
+
+def _close(look: Lookout, process: int) -> None:
+    """Not in a child that this process has forked, which shares its descriptors."""
+    if os.getpid() == process:
+        look.close()
