@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec.errors import SpecError
+from pipec.errors import SpecError, note
 
 
 class Lazy:
@@ -31,8 +31,14 @@ class Lazy:
         if self._made is not None:
             return self._made
         if self._sketch is None:
-            with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                self._sketch = self._call()
+            try:
+                with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                    self._sketch = self._call()
+            except Exception as error:
+                note(error, f"pipec: raised while lazy({self}) was looked at on the meta device, where tensors have "
+                            "shapes and no values; a constructor that needs values (item(), numpy, weights from a "
+                            "file, a move to a device) cannot be lazy: give such a stage a module that is made already")
+                raise
         return self._sketch
 
     def build(self, place: int) -> nn.Module:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from typing import Any
 
 import pytest
 import torch
+from models import data, gradients, of_modules
 from torch import nn
 from torch.nn import functional as F
 
@@ -96,3 +99,38 @@ def test_a_check_without_options_has_borders_and_several_microbatches() -> None:
     x, y = alone.input("x"), alone.input("y")
     alone.loss("loss", nn.functional.mse_loss, alone.stage("a", nn.Linear(4, 4), x), y)
     assert "1 devices, 4 microbatches" in str(pipec.check(alone, batch()))
+
+
+class Third(nn.Module):
+    """Gives another result in its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.line(x) + (self.calls == 3)
+
+
+def over_ranks(rank: int) -> list[str]:
+    """Each rank compares its own stages, and leaves everything as it was."""
+    told = []
+    for make in (lambda: nn.Linear(8, 8), Third):
+        for schedule in ("1f1b", "zb-h1"):
+            pipeline = of_modules(nn.Linear(8, 8), nn.Linear(8, 8), make(), nn.Linear(8, 8))
+            told.append(str(pipec.check(pipeline, data(), pipec.compile(pipeline, 2, 4, schedule))))
+            assert all(g is None for g in gradients(pipeline))
+    with pytest.raises(pipec.RunError) as error:
+        pipec.check(pipeline, data(), pipec.compile(pipeline, 1, 4, data_parallel=2))
+    return [*told, str(error.value)]
+
+
+def test_each_rank_checks_its_own_stages(crew2: Any) -> None:
+    first, second = crew2(over_ranks)
+    for text in (*first[:2], *second[:2]):
+        assert re.fullmatch(r"net: \S+, 2 devices, 4 microbatches, the stages of this rank: bit-equal to the reference "
+                            r"in \d+ tensors", text)
+    for text in second[2:4]:
+        assert text.splitlines()[1].startswith("  stage 'c', microbatch 2, FORWARD (2F2): shape")
+    assert "the plan has data_parallel=2 replicas, each with data of its own" in first[-1]

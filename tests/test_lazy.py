@@ -106,6 +106,22 @@ def wrapped(rank: int) -> list[str]:
     return found
 
 
+class Reads(nn.Module):
+    """Its constructor needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = float(torch.rand(3).sum())
+
+
+def test_a_constructor_that_needs_values_is_told_from_others() -> None:
+    with pytest.raises(RuntimeError, match="meta") as error:
+        pipec.Pipeline("net").stage("a", pipec.lazy(Reads), None)
+    told = "\n".join(error.value.__notes__)
+    assert "raised while lazy(Reads) was looked at on the meta device" in told
+    assert "give such a stage a module that is made already" in told
+
+
 def test_wrapped_stages_are_refused_with_what_to_use(crew2: Any) -> None:
     for rank, (first, second) in enumerate(crew2(wrapped)):
         assert f"stage {'ab'[rank]!r} is wrapped (DistributedDataParallel)" in first

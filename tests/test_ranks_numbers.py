@@ -240,6 +240,36 @@ def test_losses_of_every_type(crew2: Any) -> None:
     assert crew2(counted, 2) == [[True] * 5] * 2
 
 
+def asked(rank: int) -> list[str]:
+    """What a rank is told that asks for another one's output."""
+    net, told = jumping(), list[str]()
+    single = chain(4)
+    given = data(8) | {"ids": torch.arange(8), "scale": 0.5}
+    with pipec.Runner(net, pipec.compile(net, 4, 4)) as run, pipec.Runner(single, pipec.compile(single, 4, 4)) as other:
+        result = run.step(**given)
+        assert result.outputs.get("nothing") is None
+        for ask in (lambda: result.outputs["d"], lambda: result.outputs["nothing"], lambda: result.output,
+                    lambda: other.step(**data(8)).output):
+            try:
+                told.append(str(tuple(ask().shape)))
+            except (pipec.RunError, KeyError) as error:
+                told.append(str(error))
+    return told
+
+
+def test_outputs_of_other_ranks_are_told(crew4: Any) -> None:
+    there = "outputs are on other ranks: {} with that of device 3; " \
+            "give Runner(outputs='all') to have them on every rank"
+    several = "the pipeline has 2 outputs: {}"
+    none = "d on the rank of device 3, middle on the rank of device 1"
+    assert crew4(asked) == [
+        [there.format("'d'"), "'nothing'", several.format(none), there.format("'s3'")],
+        [there.format("'d'"), "'nothing'", several.format("middle, d on the rank of device 3"), there.format("'s3'")],
+        [there.format("'d'"), "'nothing'", several.format(none), there.format("'s3'")],
+        ["(8, 8)", "'nothing'", several.format("d, middle on the rank of device 1"), "(8, 8)"],
+    ]
+
+
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 

@@ -72,8 +72,11 @@ def check(
 
     UPDATE tasks of the plan are left out: gradients are compared as an optimizer would find them.
 
+    Over ranks all of them call it, and each compares what its stages computed.
+
     Raises:
-        RunError: a plan and options to compile another, or an asynchronous plan, whose minibatches overlap.
+        RunError: a plan and options to compile another, an asynchronous plan, whose minibatches overlap, or one with
+            replicas, which compute with other data than the reference.
     """
     spec = spec_of(pipeline, "check", RunError)
     if not isinstance(batch, Mapping):
@@ -98,6 +101,7 @@ def check(
     with Runner(pipeline, plan, backend=backend) as run:
         run.probe = _recorder(mine)
         got = _observe(run, run.stages, batch)
+        here = [stage.fn is not None for stage in run.stages]
     loop = Reference(pipeline, plan.microbatches, slices=plan.slices)
     loop.probe = _recorder(theirs)
     expected = _observe(loop, loop.stages, batch)
@@ -106,12 +110,15 @@ def check(
     names = [stage.name for stage in spec.stages]
     for key in theirs:
         kind, stage, piece = key
+        if not here[stage]:
+            continue
         m = _item(piece, plan.slices)
         where = f"stage {names[stage]!r}, microbatch {m}, {kind.name} ({stage}{kind.letter}{m})"
         compared += _compare(where, mine.get(key), theirs[key], differences)
-    for where in expected:
+    for where in expected if all(here) else got:
         compared += _compare(where, got.get(where), expected[where], differences)
     title = f"{plan.graph.name}: {plan.schedule}, {plan.devices} devices, {plan.microbatches} microbatches"
+    title += "" if all(here) else ", the stages of this rank"
     return CheckReport(title, compared, tuple(differences))
 
 
@@ -119,13 +126,19 @@ def without_updates(plan: Plan) -> Plan:
     """The plan without its UPDATE tasks.
 
     Raises:
-        RunError: it is asynchronous: without updates between minibatches nothing of it is left.
+        RunError: it is asynchronous: without updates between minibatches nothing of it is left; or it has replicas.
     """
     if plan.asynchronous:
         raise RunError(
             f"check: {plan.schedule!r} is asynchronous: several minibatches are under way at once on different "
             "weights, so no single step of the plain loop has its numbers; check the stages with a synchronous "
             "schedule, check(net, batch, schedule='1f1b'), and which weights each task reads with plan.verify()"
+        )
+    if plan.data_parallel > 1:
+        raise RunError(
+            f"check: the plan has data_parallel={plan.data_parallel} replicas, each with data of its own, and the "
+            "plain loop has one batch; check a plan without them in every process, check(net, batch, schedule="
+            f"{plan.schedule!r}, devices={plan.devices}, backend='threads')"
         )
     if plan.update is None:
         return plan

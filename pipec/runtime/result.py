@@ -31,6 +31,22 @@ def counted_minibatches(numbers: Sequence[int]) -> str:
     return f"minibatch{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
+class Here(dict[str, Any]):
+    """The outputs on one rank of several; asking for another's says where it is."""
+
+    def __init__(self, found: Mapping[str, Any], elsewhere: Sequence[tuple[str, int]]) -> None:
+        super().__init__(found)
+        self._elsewhere = dict(elsewhere)
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._elsewhere:
+            raise KeyError(name)
+        raise RunError(f"outputs are on other ranks: {name!r} with that of device {self._elsewhere[name]}; {ALL}")
+
+
+ALL = "give Runner(outputs='all') to have them on every rank"
+
+
 @frozen(eq=False)
 class Result:
     """Losses and outputs of one minibatch, without any graph.
@@ -54,6 +70,10 @@ class Result:
     drained: tuple[int, ...] = ()
     slices: int = 1
     minibatch: int = -1
+
+    def __attrs_post_init__(self) -> None:
+        if self.elsewhere:
+            object.__setattr__(self, "outputs", Here(self.outputs, self.elsewhere))
 
     @property
     def finished(self) -> tuple[tuple[int, int], ...]:
@@ -95,10 +115,11 @@ class Result:
         Raises:
             RunError: there are none or several; take them by name from ``outputs``.
         """
-        if self.elsewhere and not self.outputs:
+        count = len(self.outputs) + len(self.elsewhere)
+        if self.elsewhere and count == 1:
             told = ", ".join(f"{name!r} with that of device {device}" for name, device in self.elsewhere)
-            raise RunError(f"outputs are on other ranks: {told}; give Runner(outputs='all') to have them on every rank")
-        if len(self.outputs) != 1:
-            told = ", ".join(self.outputs) or "none declared"
-            raise RunError(f"the pipeline has {len(self.outputs)} outputs: {told}")
+            raise RunError(f"outputs are on other ranks: {told}; {ALL}")
+        if count != 1:
+            there = [f"{name} on the rank of device {device}" for name, device in self.elsewhere]
+            raise RunError(f"the pipeline has {count} outputs: {', '.join([*self.outputs, *there]) or 'none declared'}")
         return next(iter(self.outputs.values()))
