@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -201,6 +202,22 @@ def test_replicas_stay_bit_equal(crew4: Any) -> None:
     first, second, third, fourth = crew4(stay_equal)
     assert same(first, third)
     assert same(second, fourth)
+
+
+def traced(rank: int) -> dict[str, tuple[float, float]]:
+    """The second replica is late with the sum of its last stage; the first goes on meanwhile."""
+    net = chain(2)
+    if rank:
+        net.spec.stages[1].fn.register_full_backward_hook(lambda *_: time.sleep(0.1))
+    with pipec.Runner(net, pipec.compile(net, 1, 4, data_parallel=2)) as run:
+        run.step(**data(8, rank))
+        return {str(item.task): (item.start, item.end) for item in run.trace().intervals}
+
+
+def test_the_trace_shows_what_runs_beside_a_reduce(crew2: Any) -> None:
+    first, _ = crew2(traced)
+    assert first["1G0"][0] >= first["1B3"][1]
+    assert first["1G0"][0] < first["0B3"][0] < first["0B3"][1] < first["1G0"][1]
 
 
 def test_a_plan_with_replicas_needs_their_processes() -> None:

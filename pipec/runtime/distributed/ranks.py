@@ -36,7 +36,7 @@ from pipec.runtime.distributed.input_gradients import InputGradients, mask_of
 from pipec.runtime.distributed.links import Links
 from pipec.runtime.distributed.local import local_spec, tied_parameters
 from pipec.runtime.distributed.overlap import RankOverlappedDevice, RankTogether
-from pipec.runtime.distributed.reduce import Reducer
+from pipec.runtime.distributed.reduce import Reducer, noting_ends
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row, own_outputs
 from pipec.runtime.distributed.sample import check_samples, sample_of
 from pipec.runtime.distributed.watch import Watch
@@ -214,7 +214,7 @@ class Ranks(Held):
 
     def reducer(self, step: Step, channels: Any) -> Reducer:
         """The REDUCE tasks of one step."""
-        return Reducer(self.groups, self._tied, self.homes, step.accumulators, self._timeout)
+        return Reducer(self.groups, self._tied, self.homes, step.accumulators, self._timeout, noting_ends(step))
 
     def channels(
         self, plan: Plan, own: Traffic, forms: Sequence[Any] | None, received: dict[Route, int] | None = None

@@ -8,19 +8,23 @@ up itself, in ascending order of the stages, as one process would: all replicas 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from time import perf_counter_ns
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
 from pipec.errors import RunError
+from pipec.ir import Kind
 from pipec.runtime.distributed.group import Groups, LostError
 from pipec.runtime.distributed.local import Tied
 from pipec.runtime.gradients import Accumulator
+from pipec.runtime.step import Step
 
 TAG = 16  # tags from here on belong to shared parameters
 
@@ -58,16 +62,28 @@ def owed(
         yield number, one, total.to_dense() if total is not None and total.is_sparse else total
 
 
+def noting_ends(step: Step) -> Callable[[int], None]:
+    """Notes when the REDUCE of a stage has ended, for the trace: its task only begins it."""
+    table, ends = step.plan.table, step.ends
+    tasks = {int(table.stage[task]): int(task) for task in np.flatnonzero(table.kind == Kind.REDUCE)}
+
+    def ended(stage: int) -> None:
+        ends[tasks[stage]] = perf_counter_ns()
+
+    return ended
+
+
 class Reducer:
     """The REDUCE tasks of one step on one rank."""
 
     def __init__(
         self, groups: Groups, tied: Sequence[Tied], devices: Sequence[int], accumulators: Sequence[Accumulator],
-        timeout: float,
+        timeout: float, ended: Callable[[int], None] | None = None,
     ) -> None:
-        """``devices``: of every stage."""
+        """``devices``: of every stage; ``ended``: told the stage when its sum over replicas is there, from a thread."""
         self._groups, self._tied, self._devices, self._accumulators = groups, tied, devices, accumulators
         self._me, self._timeout = groups.place.device, timedelta(seconds=timeout)
+        self._ended = ended
         self._sums: list[Sum] = []
         self._parts: list[Part] = []
         self._sends: list[tuple[Any, Tensor]] = []
@@ -106,6 +122,8 @@ class Reducer:
         for places, rows, has in rows_of(self._accumulators[stage], failed):
             flat = torch.cat([*rows, torch.tensor(has, dtype=rows[0].dtype)])
             work = dist.all_reduce(flat, group=self._groups.replicas, async_op=True)
+            if self._ended is not None:
+                work.get_future().add_done_callback(lambda _, stage=stage, told=self._ended: told(stage))
             self._sums.append(Sum(stage, places, flat, work))
 
     def _hand_over(self, stage: int, failed: bool) -> None:
