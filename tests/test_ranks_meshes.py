@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import chain, data, parameters
+import torch.distributed.checkpoint as dcp
+from models import WIDTH, chain, data, of_modules, parameters
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pipec
@@ -104,3 +107,59 @@ def test_meshes_that_do_not_fit(crew4: Any) -> None:
         "mesh= is a torch.distributed.device_mesh.DeviceMesh with a dimension 'pp' (and 'dp' for replicas), such as "
         "init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'pp')); got a list",
     ]] * 4
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def parted(rank: int, folder: str) -> list[Any]:
+    """Stages whose weights are parted over "tp": losses, norm and weights of one process; what ends with an error."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = made(tp=2, pp=2)
+    pipelines, plain = [], of_modules(*seeded(4))
+    for _ in range(2):
+        parts = [parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+                 for module in seeded(4)]
+        pipelines.append(of_modules(*parts))
+    loop, found = pipec.reference(plain, 4), list[Any]()
+    other = torch.optim.Adam(parameters(plain), lr=0.01)
+    with pipec.Runner(pipelines[0], pipec.compile(pipelines[0], 2, 4), mesh=mesh, timeout=20) as run:
+        optimizer = torch.optim.Adam(list(run.parameters()), lr=0.01)
+        for step in range(3):
+            result, expected = run.step(**data(8, step)), loop.step(**data(8, step))
+            norms = run.clip_grad_norm_(0.05), torch.nn.utils.clip_grad_norm_(parameters(plain), 0.05)
+            found += [torch.allclose(result.loss, expected.loss), torch.allclose(*norms)]
+            for one in (optimizer, other):
+                one.step()
+                one.zero_grad()
+        with pytest.raises(pipec.RunError) as error:
+            run.save(folder)
+        dcp.save({"model": run.state_dict()}, checkpoint_id=folder)
+    sizes = FileSystemReader(folder).read_metadata().state_dict_metadata
+    found.append(sizes["model.a.up.weight"].size == (2 * WIDTH, WIDTH))
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with pytest.raises(pipec.RunError) as refused:
+        pipec.Runner(pipelines[1], pipec.compile(pipelines[1], 2, 4, data_parallel=2), mesh=again, timeout=20)
+    return [all(found), str(error.value).split(": ", 1)[1], str(refused.value).splitlines()[1]]
+
+
+def seeded(count: int) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [Wide() for _ in range(count)]
+
+
+def test_tensors_parted_over_another_dimension(crew4: Any, tmp_path: Any) -> None:
+    for rank, (right, save, refused) in enumerate(crew4(parted, str(tmp_path))):
+        assert right
+        stage = "ac"[rank % 2]
+        first = ", ".join(f"model.{stage}.{name}" for name in ("up.weight", "up.bias", "down.weight"))
+        assert save.startswith(f"{first} and more are DTensors, of which this pipeline's ranks may have a part; save "
+                               "the model on all ranks of the world with torch.distributed.checkpoint.save(")
+        assert refused == f"  1. stage {stage!r}: up.weight, up.bias, down.weight, down.bias"

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipec.errors import RunError
 from pipec.runtime import names, saving
 from pipec.runtime.alone import Alone, Path, Restoring
 from pipec.runtime.distributed.council import ANYWHERE, CALLS, LOAD, NORM, SAVE, TRACE, Council
 from pipec.runtime.distributed.group import Groups, Place, same_everywhere
-from pipec.runtime.distributed.local import Tied, check_wrappers, elsewhere_of, owners_of
+from pipec.runtime.distributed.local import Tied, check_dtensors, check_wrappers, elsewhere_of, owners_of
 from pipec.runtime.distributed.results import packed
 from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.stages import Stage
@@ -83,6 +84,8 @@ class Held(Alone):
     def owners(self, stages: Sequence[Stage], model: names.Model | None) -> list[names.Owner]:
         """Shared parameters have the names of their stages on other ranks too."""
         check_wrappers(stages)
+        if self.place.replicas > 1 or self._tied:
+            check_dtensors(stages)
         return owners_of(stages, model, self._tied, [device == self.device for device in self.homes])
 
     def elsewhere(self, spec: Spec, stages: Sequence[Stage]) -> set[int]:
@@ -91,7 +94,7 @@ class Held(Alone):
 
     def save(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
         """The first replica writes, each rank what its stages hold."""
-        flat, rest = saving.taken_apart(self._told(state))
+        flat, rest = self._told(lambda: checked(*saving.taken_apart(state()), path))
         rest = saving.merged(self._council.gather(self.groups.pipeline, on_host(rest), CALLS[SAVE]))
         self._told(lambda: saving.begin(path) if self.place.everyone[0] == dist.get_rank() else None)
         self._told(lambda: saving.write(path, flat, rest, self.groups.pipeline) if self.replica == 0 else None)
@@ -134,7 +137,7 @@ class Held(Alone):
             if id(one.parameter) in order:
                 order[id(one.parameter)] = (one.stages[0], one.place)
         own = {
-            order[id(p)]: torch.linalg.vector_norm(p.grad, norm_type).cpu()
+            order[id(p)]: whole(torch.linalg.vector_norm(p.grad, norm_type)).cpu()
             for stage in stages for _, p in stage.named_parameters() if p.grad is not None
         }
         found: dict[tuple[int, int], Tensor] = {}
@@ -188,6 +191,28 @@ class Held(Alone):
                 if start:
                     starts[task], ends[task] = start + move, end + move
         return starts, ends
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor as the plain tensor that it stands for, which all processes of its mesh ask for; others as they are."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def checked(flat: saving.Flat, rest: dict[str, Any], path: Path) -> tuple[saving.Flat, dict[str, Any]]:
+    """A checkpoint's parts, of which this pipeline's ranks have all.
+
+    Raises:
+        RunError: they have not: other pipelines of the mesh hold the rest of a DTensor.
+    """
+    parted = [name for name, value in flat.items() if hasattr(value, "full_tensor")]
+    if parted:
+        raise RunError(
+            f"save: {', '.join(parted[:3])}{' and more' if len(parted) > 3 else ''} are DTensors, of which this "
+            "pipeline's ranks may have a part; save the model on all ranks of the world with torch.distributed."
+            f"checkpoint.save({{'model': run.state_dict()}}, checkpoint_id={str(path)!r})"
+        )
+    return flat, rest
 
 
 def on_host(value: Any) -> Any:

@@ -77,6 +77,18 @@ def check_wrappers(stages: Sequence[Stage]) -> None:
     raise_all("stages in DistributedDataParallel or fully_shard", problems, RunError)
 
 
+def check_dtensors(stages: Sequence[Stage]) -> None:
+    """Raise RunError for parameters and buffers that REDUCE tasks cannot add up, nor a rank give to another."""
+    problems = [
+        Problem(f"stage {stage.name!r}: {', '.join(own)}") for stage in stages
+        if (own := [name for name, value in stage.named_parameters() if hasattr(value, "full_tensor")])
+    ]
+    if problems:
+        problems.append(Problem("tensors that are parted over a dimension 'tp' of the mesh go with data_parallel=1 and "
+                                "without parameters that stages of several ranks share"))
+    raise_all("DTensors in stages whose gradients REDUCE tasks add up", problems, RunError)
+
+
 def owners_of(
     stages: Sequence[Stage], model: names.Model | None, tied: Sequence[Tied], here: Sequence[bool]
 ) -> list[names.Owner]:
