@@ -155,6 +155,9 @@ class Alone:
         """Before minibatches in flight are finished; ``check`` raises what is against it."""
         check()
 
+    def left(self, error: BaseException) -> None:
+        """``error`` ends a call here."""
+
     def elsewhere_outputs(self) -> tuple[tuple[str, int], ...]:
         """Outputs that are in the results of other processes, with their devices."""
         return ()

@@ -73,8 +73,8 @@ class Runner(Overlapping, Stateful):
         before_update: called with all trained parameters when all gradients are there and before any UPDATE
             (clipping).
         scaler: a ``torch.amp.GradScaler``; with UPDATE tasks the runner unscales, skips and adjusts it.
-        seed: of the random numbers that stages draw; by default ``torch.initial_seed()`` at each step, so that
-            ``torch.manual_seed`` before training makes a run repeatable. See :mod:`pipec.runtime.randomness`.
+        seed: of the random numbers that stages draw; by default ``torch.initial_seed()`` at each step, so that it makes
+            a run repeatable to call ``torch.manual_seed`` before. See :mod:`pipec.runtime.randomness`.
         model: the whole module that the stages are parts of, or a dict of tensors by name: state dicts and
             checkpoints then have its names, however it was cut into stages.
         rescheduling: :class:`pipec.Rescheduling`, learning rates by staleness in asynchronous plans.
@@ -114,8 +114,8 @@ class Runner(Overlapping, Stateful):
         self._party: Alone = party(self.spec, plan, backend, devices, mesh, timeout, outputs)
         self._real = self._party.real(plan) or self._real
         self._rescheduling, self._delay, self._left = rescheduling, delay, []
-        options = told_scaler(scaler) | {"outputs option": outputs, "rescheduling": rescheduling, "delay": delay,
-                                         "before_update": before_update is not None}
+        options = {"outputs option": outputs, "rescheduling": rescheduling, "delay": delay}
+        options |= told_scaler(scaler) | {"before_update": before_update is not None}
         with self._party.agreement(options, lambda: self.stages):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
             self._weights = [StageWeights(stage) for stage in self.stages]
@@ -329,17 +329,14 @@ class Runner(Overlapping, Stateful):
             self._plans[key] = plan, build_program(plan)
         return self._plans[key]
 
-    def _ready(self) -> None:
-        if self._closed:
-            raise RunError("this runner was closed")
-
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold the workers for one call. A second one at the same time would mix gradients, or wait for itself.
 
         One entry in a dict and no lock: an interrupt at any line leaves nothing held.
         """
-        self._ready()
+        if self._closed:
+            raise RunError("this runner was closed")
         mine = object()
         try:
             if self._turn.setdefault("call", mine) is not mine:
@@ -349,6 +346,9 @@ class Runner(Overlapping, Stateful):
                 )
             with fresh_casts():
                 yield
+        except BaseException as error:
+            self._party.left(error)
+            raise
         finally:
             if self._turn.get("call") is mine:
                 self._turn.clear()

@@ -108,6 +108,8 @@ class RankBackend:
                 rank = self.ranks[self.me]
                 where = describe(device.step.plan.graph, found.op, device.step.called)
                 story = rank, f"rank {rank} failed: {told(found.error)} in {where}"
+                if interrupted(found.error, channels):
+                    channels.broken = RankError(story[1], rank)
         if channels.broken is None:
             left = own if device.at is None else own[own.index(device.at) :]
             try:
@@ -136,6 +138,18 @@ class RankBackend:
 
 
 UNDONE = "this rank's part of the step was undone"
+
+
+def interrupted(error: BaseException, channels: Any) -> bool:
+    """Whether ``error`` came from outside in the midst of a transfer, of which nobody knows how far it got."""
+    if isinstance(error, Exception):
+        return False
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_locals.get("self") is channels:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def other(failure: tuple[Any, ...] | None, after: str = UNDONE) -> RankError:

@@ -213,15 +213,17 @@ class RankChannels(Links):
     def _take(self, buffers: Sequence[Tensor], link: Link, message: Message) -> None:
         self._wait([self._group.recv([b], link.peer, FOLLOWING) for b in buffers], link, message)
 
-    def _wait(self, works: Sequence[Any], link: Link, message: Message) -> None:
+    def _wait(self, works: list[Any], link: Link, message: Message) -> None:
+        """Wait for ``works``, which leave the list: a second wait for one that has ended, as an interrupt came in
+        between, would not end."""
         if self.broken is not None:
             raise self.broken
         if self._soonest < message.op.task:
             self._keep_up(message.op.task)
         self.waits.begins(link.peer)
         try:
-            for work in works:
-                work.wait(self._timeout)
+            while works:
+                works.pop().wait(self._timeout)
         except RuntimeError as error:
             self.stopped = True
             self.broken = self._lost(link.peer, message.what, error)

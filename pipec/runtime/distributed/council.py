@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipec.errors import RankError, RunError
+from pipec.errors import PipecError, RankError, RunError
 from pipec.ir import Plan
 from pipec.runtime.distributed.backend import UNDONE, other
 from pipec.runtime.distributed.group import Groups, LostError, exchange, gather_objects
@@ -91,6 +91,9 @@ class Council:
                 raise failure from None
             at = self._ranks[error.rank] if error.rank >= 0 else -1
             raise self._missing(at, CALLS[call], error) from error
+        except BaseException as error:  # an interrupt: the others may have this rank's row, and go on
+            self.leave(error)
+            raise
         if any(own[1] for own in table):
             self.settled = True
             story = None if failure is None or isinstance(failure, RankError) else self._story(failure)
@@ -108,6 +111,12 @@ class Council:
                 "make the same calls", rank,
             )
         return table
+
+    def leave(self, error: BaseException) -> None:
+        """``error`` ends a call of this rank that the others have not ended; all are told, and cannot go on."""
+        if not isinstance(error, PipecError):  # such are raised by all
+            self.broken = True
+            self._watch.tell(self._story(error))
 
     def _story(self, failure: BaseException) -> tuple[int, str]:
         where = "; ".join(str(text).removeprefix("pipec: ") for text in getattr(failure, "__notes__", []))

@@ -158,6 +158,11 @@ class Held(Alone):
         rows = self._council.gather(self.groups.pipeline, data, "the outputs of all ranks")
         return [pickle.loads(one) for one in rows]
 
+    def left(self, error: BaseException) -> None:
+        """``error`` ends a call here: others that wait for this rank, as they have not ended theirs, are told."""
+        if not (self._council.settled or self._council.broken):
+            self._council.leave(error)
+
     def elsewhere_outputs(self) -> tuple[tuple[str, int], ...]:
         """Outputs that are in the results of other ranks, with their devices."""
         if self.outputs == "all":

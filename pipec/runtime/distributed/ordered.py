@@ -58,7 +58,7 @@ class Awaited:
 
     frame: Frame | None
     head: Tensor
-    header: Any
+    header: list[Any]  # what to wait for
 
 
 class OrderedChannels(Links):
@@ -145,7 +145,7 @@ class OrderedChannels(Links):
             buffers = self._ready.pop(one.task) if sends else []
             if not sends:
                 head = torch.empty(HEAD, dtype=torch.uint8)
-                self._awaited[one.task] = Awaited(frame, head, self._hosts.recv([head], source, EXPECTED))
+                self._awaited[one.task] = Awaited(frame, head, [self._hosts.recv([head], source, EXPECTED)])
             legs.append(Leg(one.task, name_of(message), peer, self._ranks[peer], sends, frame, buffers))
         self._carrier.issue(legs)
 
@@ -170,7 +170,7 @@ class OrderedChannels(Links):
         task = message.op.task
         self._advance(task)
         own = self._awaited[task]
-        self._wait([own.header], link.peer, message)
+        self._wait(own.header, link.peer, message)
         status, length, sent, _ = HEADER.unpack_from(header_of(own.head))
         if sent != task:
             self.broken = RankError(f"device {link.peer} sent task {sent}, this rank expects {task}", link.peer)
@@ -202,7 +202,9 @@ class OrderedChannels(Links):
     def _take(self, buffers: Sequence[Tensor], peer: int, message: Message) -> None:
         self._wait([self._hosts.recv([buffer], peer, FOLLOWING) for buffer in buffers], peer, message)
 
-    def _wait(self, works: Sequence[Any], peer: int, message: Message) -> None:
+    def _wait(self, works: list[Any], peer: int, message: Message) -> None:
+        """Wait for ``works``, which leave the list: a second wait for one that has ended, as an interrupt came in
+        between, would not end."""
         if self.broken is not None:
             raise self.broken
         if not works:
@@ -210,8 +212,8 @@ class OrderedChannels(Links):
         self.waits.begins(peer)
         try:
             self._carrier.push(wait=True)
-            for work in works:
-                work.wait(self._timeout)
+            while works:
+                works.pop().wait(self._timeout)
         except RuntimeError as error:
             self.stopped = True
             self.broken = self._lost(peer, message.what, error)

@@ -155,7 +155,6 @@ class Ranks(Held):
             RunError: the inputs are wrong here.
         """
         self._council.ready()
-        self._council.settled = False
         failure: BaseException | None = None
         seed = position.seed or 0
         row = [*map(float, (training, 0, -1, seed >> 32, seed & 0xFFFFFFFF, position.step, -1, 1))]
@@ -186,6 +185,7 @@ class Ranks(Held):
             sum(max(own[FIXED + index] for own in block) for block in first) for index in range(len(counts))
         ]
         batch.measure(self._plan.minibatch, rows[self.replica], total, counts, length, self.place.replicas)
+        self._council.settled = False
         for index in self._elsewhere:  # not cut into microbatches here
             batch.values[index] = MISSING
         self.watch.runs(batch.microbatches, training)
@@ -383,6 +383,7 @@ class Ranks(Held):
         if failure is not None:
             raise failure
         same_call(table, self.place.everyone)
+        self._council.settled = False
 
     def close(self) -> None:
         """Leave the groups, and let go of all that holds a descriptor or a thread."""
