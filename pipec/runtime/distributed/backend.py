@@ -115,8 +115,11 @@ class RankBackend:
             try:
                 self.drain(device, left, own, channels, story)
                 return
-            except RankError:  # one is gone meanwhile
-                pass
+            except BaseException as error:  # one is gone meanwhile, or this rank is interrupted again
+                channels.broken = channels.broken or RankError(story[1], story[0])
+                if not isinstance(error, Exception):
+                    self.farewell(channels, story)
+                    raise
         self.farewell(channels, story)
 
     def drain(self, device: Device, left: Sequence[Op], own: Sequence[Op], channels: Any, story: Any) -> None:
@@ -141,15 +144,14 @@ UNDONE = "this rank's part of the step was undone"
 
 
 def interrupted(error: BaseException, channels: Any) -> bool:
-    """Whether ``error`` came from outside in the midst of a transfer, of which nobody knows how far it got."""
-    if isinstance(error, Exception):
-        return False
-    trace = error.__traceback__
-    while trace is not None:
+    """Whether ``error`` came from outside in the midst of a transfer, of which nobody knows how far it got; while this
+    rank waited for one that is known."""
+    trace, inside = error.__traceback__, list[str]()
+    while trace is not None and not isinstance(error, Exception):
         if trace.tb_frame.f_locals.get("self") is channels:
-            return True
+            inside.append(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
-    return False
+    return bool(inside) and (inside[-1] != "_wait" or "_take" in inside)  # that takes the rest of a message
 
 
 def other(failure: tuple[Any, ...] | None, after: str = UNDONE) -> RankError:

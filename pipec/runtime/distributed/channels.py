@@ -150,7 +150,7 @@ class RankChannels(Links):
             if len(link.posted) >= count and (frame is None or not frame.room):
                 break
             buffers = self._room(frame)
-            works = [self._group.recv([buffer], link.peer, EXPECTED) for buffer in buffers]
+            works = self._receive(buffers, link, message, EXPECTED)
             link.posted.append(Posted(message, frame, buffers, works))
         self._soonest = min((link.messages[place].op.task for link in self._in.values()
                              if (place := link.at + len(link.posted)) < len(link.messages)), default=LAST)
@@ -211,7 +211,13 @@ class RankChannels(Links):
         return message.op.slot, self._opened(frame, buffers)
 
     def _take(self, buffers: Sequence[Tensor], link: Link, message: Message) -> None:
-        self._wait([self._group.recv([b], link.peer, FOLLOWING) for b in buffers], link, message)
+        self._wait(self._receive(buffers, link, message, FOLLOWING), link, message)
+
+    def _receive(self, buffers: Sequence[Tensor], link: Link, message: Message, tag: int) -> list[Any]:
+        try:
+            return [self._group.recv([buffer], link.peer, tag) for buffer in buffers]
+        except RuntimeError as error:
+            raise self._over(link, message, error) from error
 
     def _wait(self, works: list[Any], link: Link, message: Message) -> None:
         """Wait for ``works``, which leave the list: a second wait for one that has ended, as an interrupt came in
@@ -225,10 +231,14 @@ class RankChannels(Links):
             while works:
                 works.pop().wait(self._timeout)
         except RuntimeError as error:
-            self.stopped = True
-            self.broken = self._lost(link.peer, message.what, error)
-            raise self.broken from error
+            raise self._over(link, message, error) from error
         self.waits.ends()
+
+    def _over(self, link: Link, message: Message, error: RuntimeError) -> RankError:
+        """The error when a connection has ended, or nothing comes."""
+        self.stopped = True
+        self.broken = self._lost(link.peer, message.what, error)
+        return self.broken
 
     def _opened(self, frame: Frame, buffers: list[Tensor]) -> Any:
         if frame.room and len(frame.leaves) == 1:
@@ -316,7 +326,11 @@ class RankChannels(Links):
 
     def _send(self, link: Link, buffer: Tensor, tag: int, envelope: Envelope | None = None) -> None:
         posted = tag == EXPECTED
-        link.sending.append(Sending(link.at, self._group.send([buffer], link.peer, tag), envelope, posted))
+        try:
+            work = self._group.send([buffer], link.peer, tag)
+        except RuntimeError as error:
+            raise self._over(link, link.messages[min(link.at, len(link.messages) - 1)], error) from error
+        link.sending.append(Sending(link.at, work, envelope, posted))
         while link.sending[0].posted and link.at - link.sending[0].number >= PENDING:
             self._sent(link)
 
