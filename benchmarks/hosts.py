@@ -6,9 +6,9 @@ host.
 Needs Linux, root and iproute2. Each host has its own network, host name, System V memory and folder for temporary
 files; a pair of virtual interfaces connects them, slowed to the given rate, and by the delay where the kernel has
 netem. torchrun starts one node on each. Every schedule runs three steps over them and, in the same processes, on
-threads: losses must be the same bits. Steps are timed through sockets and through gloo, in turns. Then the processes of
-one host are killed in the middle of a run, and the other one must name its rank. Everything made for this is removed at
-the end.
+threads: losses must be the same bits. Steps are timed through sockets (and memory where there are several ranks on each
+host) and through gloo, in turns. Then the processes of one host are killed in the middle of a run, or one of them is
+stopped, and the other host must name that rank. Everything made for this is removed at the end.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ import pipec
 from pipec.runtime.distributed.ranks import Ranks
 from pipec.schedules import SCHEDULES
 
-HOSTS = ("pipec-a", "pipec-b")
+HOSTS = tuple(f"pipec{os.getpid() % 10_000}{name}" for name in "ab")  # of this run alone
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT, MICROBATCHES, WIDTH = 29563, 8, 64
 SIZES = ((32, "8 KiB"), (4096, "1 MiB"), (32768, "8 MiB"))  # rows of a value, and its size
 READY, PATIENCE = "runs", 300.0
+GIVEN_UP = 20.0  # seconds after which a rank that does not answer is given up
 
 # -- on a host ------------------------------------------------------------------------------------------------------
 
@@ -91,13 +92,14 @@ def times() -> None:
     """Steps of small tasks, with values of several sizes."""
     for rows, size in SIZES:
         runs = {}
-        for name, ways in (("sockets", Ranks.ways), ("gloo", ())):
+        for name, ways in (("as chosen", Ranks.ways), ("gloo", ())):
             before, Ranks.ways = Ranks.ways, ways
             net = pipeline(dist.get_world_size(), WIDTH)
             runs[name] = pipec.Runner(net, pipec.compile(net, dist.get_world_size(), MICROBATCHES, "1f1b"))
             Ranks.ways = before
-        if runs["sockets"].transport != "sockets":
-            raise SystemExit(f"values travel through {runs['sockets'].transport}")
+        way = runs["as chosen"].transport
+        if "sockets" not in way or ("memory" in way) != (int(os.environ["LOCAL_WORLD_SIZE"]) > 1):
+            raise SystemExit(f"values travel through {way}")
         x = torch.randn(rows * MICROBATCHES, WIDTH)
         took: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(12 if rows < 10_000 else 6):
@@ -109,15 +111,15 @@ def times() -> None:
         for run in runs.values():
             run.close()
         if dist.get_rank() == 0:
-            told = ", ".join(f"{statistics.median(own[2:]) * 1e3:.1f} ms through {name}" for name, own in took.items())
-            print(f"a step with values of {size}: {told}", flush=True)
+            one, two = (f"{statistics.median(own[2:]) * 1e3:.1f} ms through" for own in took.values())
+            print(f"a step with values of {size}: {one} {way}; {two} gloo", flush=True)
 
 
 def forever(folder: str) -> None:
     """Steps until the other host is gone."""
     net = pipeline(dist.get_world_size(), WIDTH)
     x = torch.randn(32, WIDTH)
-    with pipec.Runner(net, pipec.compile(net, dist.get_world_size(), MICROBATCHES), timeout=60.0) as run:
+    with pipec.Runner(net, pipec.compile(net, dist.get_world_size(), MICROBATCHES), timeout=GIVEN_UP) as run:
         for step in range(1_000_000):
             run.step(x=x, y=x)
             if step == 20:
@@ -201,10 +203,10 @@ def stop(one: subprocess.Popen[str]) -> None:
     one.wait()
 
 
-def lost(folder: str, gone: int, given: argparse.Namespace) -> str:
-    """What one host says when the other one's processes are killed."""
+def lost(folder: str, gone: int, given: argparse.Namespace, stopped: bool) -> str:
+    """What one host says when the other one's processes are killed, or one of them is stopped."""
     left, count = 1 - gone, given.per_host
-    ranks = range(gone * count, gone * count + count)
+    ranks = range(gone * count, gone * count + (1 if stopped else count))
     nodes = [node(number, "forever", folder, given) for number in (0, 1)]
     notes = [Path(folder, f"{READY}{rank}") for rank in range(2 * count)]
     try:
@@ -217,8 +219,9 @@ def lost(folder: str, gone: int, given: argparse.Namespace) -> str:
             time.sleep(0.1)
         begin = time.monotonic()
         for rank in ranks:
-            os.kill(int(notes[rank].read_text()), signal.SIGKILL)
-        stop(nodes[gone])
+            os.kill(int(notes[rank].read_text()), signal.SIGSTOP if stopped else signal.SIGKILL)
+        if not stopped:
+            stop(nodes[gone])
         told = nodes[left].communicate(timeout=60)[0]
         took = time.monotonic() - begin
     finally:
@@ -226,11 +229,12 @@ def lost(folder: str, gone: int, given: argparse.Namespace) -> str:
             stop(one)
     for note in notes:
         note.unlink()
-    words = tuple(f"RankError: rank {rank} has ended" for rank in ranks)
+    verb = f"has not answered for {GIVEN_UP:g} s, its process stands still" if stopped else "has ended"
+    words = tuple(f"RankError: rank {rank} {verb}" for rank in ranks)
     found = [line for line in told.splitlines() if any(word in line for word in words)]
     if len(found) != count:
         raise SystemExit(f"the other host's {count} processes do not name one of those that are gone:\n{told}")
-    return f"{found[0].strip()} ({took:.1f} s after it was killed)"
+    return f"{found[0].strip()} ({took:.1f} s after it was {'stopped' if stopped else 'killed'})"
 
 
 def main() -> None:
@@ -253,8 +257,9 @@ def main() -> None:
         print(f"two hosts, {link}")
         for part in options.parts:
             if part == "lost":
-                for gone in (1, 0):  # the second one has torch.distributed's store
-                    print(lost(folder, gone, options))
+                for stopped in (False, True):
+                    for gone in (1, 0):  # the second one has torch.distributed's store
+                        print(lost(folder, gone, options, stopped))
             else:
                 print(both(part, folder, options).strip())
 

@@ -111,23 +111,24 @@ def test_asynchronous_plans_train_alike(ways: Any, crew2: Any) -> None:
     assert crew2(trained_apart, ways) == [[]] * 2
 
 
+def large_net() -> pipec.Pipeline:
+    torch.manual_seed(0)
+    net = pipec.Pipeline("large")
+    x, y = net.input("x"), net.input("y")
+    first = value = net.stage("s0", nn.Linear(256, 256), x)
+    for number in range(1, 4):
+        value = net.stage(f"s{number}", nn.Linear(256, 256), value)
+    net.loss("mse", F.mse_loss, net.stage("sum", torch.add, value, pipec.skip(first)), y)
+    return net
+
+
 def large(rank: int) -> list[str]:
     """Values that threads read and write beside the tasks, of other sizes from step to step."""
-    def build() -> pipec.Pipeline:
-        torch.manual_seed(0)
-        net = pipec.Pipeline("large")
-        x, y = net.input("x"), net.input("y")
-        first = value = net.stage("s0", nn.Linear(256, 256), x)
-        for number in range(1, 4):
-            value = net.stage(f"s{number}", nn.Linear(256, 256), value)
-        net.loss("mse", F.mse_loss, net.stage("sum", torch.add, value, pipec.skip(first)), y)
-        return net
-
     given = [{name: torch.randn(rows, 256) for name in ("x", "y")} for rows in (2400, 2400, 16, 1200, 4000)]
     with apart((SOCKETS,)):
         return [
             wrong for schedule in ("1f1b", "gpipe")
-            for wrong in differences(build, {"devices": 4, "schedule": schedule}, given, 4)
+            for wrong in differences(large_net, {"devices": 4, "schedule": schedule}, given, 4)
         ]
 
 

@@ -56,12 +56,13 @@ class FarLines(RecordLines):
         heavy: ranks that send large contents.
     """
 
-    def __init__(self, me: int, sockets: dict[int, socket.socket]) -> None:
+    def __init__(self, me: int, sockets: dict[int, socket.socket], poll: Any = None) -> None:
+        """``poll``: what waits, where it also waits for other lines."""
         super().__init__(me, sockets)
         self._bell = Bell()
         self._lines = {peer: Line(one, self._bell.ring) for peer, one in sockets.items()}
         self._peers = {line.number: peer for peer, line in self._lines.items()}
-        self._poll = select.poll()
+        self._poll = poll or select.poll()
         self._poll.register(self._bell.number, select.POLLIN)
         for number in self._peers:
             self._poll.register(number, select.POLLIN)
@@ -159,11 +160,15 @@ class FarLines(RecordLines):
     def _look(self, seconds: float) -> bool:
         ready = self._poll.poll(seconds * 1e3)
         for number, _ in ready:
-            if number in self._peers:
-                self.take(self._peers[number])
-            elif number == self._bell.number:
-                self._heard()
+            self.came(number)
         return bool(ready)
+
+    def came(self, number: int) -> None:
+        """Take in what makes a descriptor readable; it may be another one's, or none's any more."""
+        if number in self._peers:
+            self.take(self._peers[number])
+        elif number == self._bell.number:
+            self._heard()
 
     def _heard(self) -> None:
         """Take in what threads have read, and read from the lines that they have done with."""
@@ -183,9 +188,6 @@ class FarLines(RecordLines):
             self._poll.register(number, select.POLLIN)
         else:
             self._poll.unregister(number)
-
-    def fits(self, width: int) -> bool:
-        return True
 
     def close(self) -> None:
         self._finalizer()

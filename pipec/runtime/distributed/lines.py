@@ -61,14 +61,20 @@ class Lines(RecordLines):
         pools: per rank the blocks for what goes there.
     """
 
-    def __init__(self, me: int, sockets: dict[int, socket.socket], timeout: float, awake: float = 0.0) -> None:
-        """``timeout``: seconds after which a rank is given up whose line is full, as it does not read; ``awake``:
-        seconds to look for a record before the thread sleeps."""
+    def __init__(
+        self, me: int, sockets: dict[int, socket.socket], timeout: float, awake: float = 0.0, poll: Any = None
+    ) -> None:
+        """
+        Args:
+            timeout: seconds after which a rank is given up whose line is full, as it does not read.
+            awake: seconds to look for a record before the thread sleeps.
+            poll: what waits, where it also waits for other lines.
+        """
         super().__init__(me, sockets)
         self._sockets, self._awake = sockets, awake
         for line in sockets.values():
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(int(timeout), int(timeout % 1 * 1e6)))
-        self._poll = select.poll()
+        self._poll = poll or select.poll()
         self._peers = {line.fileno(): peer for peer, line in sockets.items()}
         for number in self._peers:
             self._poll.register(number, select.POLLIN)
@@ -178,24 +184,21 @@ class Lines(RecordLines):
         return self._seen[peer][block]
 
     def _look(self, seconds: float) -> bool:
-        ready, poll = [], self._poll.poll
-        if self._awake:
-            end = perf_counter() + self._awake
-            while not (ready := poll(0)) and perf_counter() < end:
-                pass
-        ready = ready or poll(seconds * 1e3)
+        ready = readable(self._poll, seconds, self._awake)
         for number, _ in ready:
-            if number in self._peers:
-                self.take(self._peers[number])
-                continue
-            if number not in self._ends:  # ended meanwhile
-                continue
+            self.came(number)
+        return bool(ready)
+
+    def came(self, number: int) -> None:
+        """Take in what makes a descriptor readable; it may be another one's, or none's any more."""
+        if number in self._peers:
+            self.take(self._peers[number])
+        elif number in self._ends:
             self._poll.unregister(number)
             one = self._ends[number]
             while self.take(one):
                 pass
             self._over(one, f"the process of device {one} has ended")
-        return bool(ready)
 
     def _listen(self, number: int, wanted: bool) -> None:
         if wanted:
@@ -203,11 +206,19 @@ class Lines(RecordLines):
         else:
             self._poll.unregister(number)
 
-    def fits(self, width: int) -> bool:
-        return NUMBERS.size + 8 * width <= ROOM // 2
-
     def close(self) -> None:
         self._finalizer()
+
+
+def readable(poll: Any, seconds: float, awake: float) -> Any:
+    """The descriptors that are readable, when some are: looked for again and again for ``awake`` seconds."""
+    if awake:
+        end = perf_counter() + awake
+        while not (ready := poll.poll(0)) and perf_counter() < end:
+            pass
+        if ready:
+            return ready
+    return poll.poll(seconds * 1e3)
 
 
 def _close(sockets: Sequence[socket.socket], files: Sequence[int]) -> None:
@@ -220,14 +231,15 @@ def _close(sockets: Sequence[socket.socket], files: Sequence[int]) -> None:
 # -- making them ----------------------------------------------------------------------------------------------------
 
 
-def connected(group: Any, me: int, size: int, timeout: float) -> Lines | None:
-    """Lines to all ranks of ``group``; None, on all of them, unless all are processes of one user on one Linux host."""
-    lines, whole = reached(group, me, size, MOST)
-    if whole:
-        return Lines(me, lines, timeout, awake(len(os.sched_getaffinity(0)), here()))
-    for line in lines.values():
-        line.close()
-    return None
+def neighbours(group: Any, me: int, size: int) -> tuple[dict[int, socket.socket], bool]:
+    """Sockets to those ranks of ``group`` that are processes of this user on this Linux host; whether, on all ranks,
+    that is everybody."""
+    return reached(group, me, size, MOST)
+
+
+def attention() -> float:
+    """Seconds that this rank may look for records before it sleeps."""
+    return awake(len(os.sched_getaffinity(0)), here())
 
 
 def here() -> int:

@@ -18,6 +18,7 @@ from pipec.errors import RankError
 SAME, CHANGED, FAILED, KNOWN, ROW, DROP, GONE = range(7)  # what a record says; the first three are messages
 MOST = 64  # ranks: beyond, a rank would hold too many sockets
 DAY = 86_400.0  # seconds
+ROW_BYTES = 32_000  # of the longest row of numbers
 
 
 class GoneError(RuntimeError):
@@ -114,9 +115,14 @@ class RecordLines(ABC):
     def close(self) -> None:
         """Close all lines."""
 
-    @abstractmethod
     def fits(self, width: int) -> bool:
-        """Whether rows of so many numbers can be exchanged here."""
+        """Whether rows of so many numbers can be exchanged here, alike on all ranks whatever lines they have."""
+        return 8 * width <= ROW_BYTES
+
+    def share(self, other: RecordLines) -> None:
+        """Keep what comes, and who has ended, where ``other`` looks for it."""
+        self.inbox, self.known, self._rows = other.inbox, other.known, other._rows
+        self._ended, self._told = other._ended, other._told
 
     @abstractmethod
     def _look(self, seconds: float) -> bool:
