@@ -307,7 +307,7 @@ def forks_and_dies(rank: int) -> None:
         run.step(**data())
         if rank == 1:
             if os.fork() == 0:
-                time.sleep(4)
+                time.sleep(9)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         run.step(**data())
@@ -317,6 +317,6 @@ def test_a_rank_that_dies_is_named_at_once_whatever_its_children_hold() -> None:
     with crew(2) as made:
         begin = time.monotonic()
         ((word, told),) = made.answers(forks_and_dies, of=1)
-        assert time.monotonic() - begin < 3.5
+        assert time.monotonic() - begin < 8
     assert (word, told[0], told[2]) == ("raised", "RankError", 1)
     assert "rank 1 has ended" in told[1]

@@ -355,8 +355,8 @@ class Runner(Overlapping, Stateful):
 
     @property
     def transport(self) -> str:
-        """How values travel between devices; in processes on CPUs "shared memory", "sockets", both with the ranks of each,
-        or "gloo" and why."""
+        """How values travel between devices; in processes on CPUs "shared memory", "sockets", both with the ranks that
+        each is for, or "gloo" and why."""
         return self._party.way
 
     def trace(self) -> Timeline:
