@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from pipec.errors import RunError
 from pipec.ir import Plan
 from pipec.runtime import names, saving
+from pipec.runtime.arguments import check_arguments, tell_started_alone
 from pipec.runtime.asynchronous.program import Steps
 from pipec.runtime.asynchronous.together import Together
 from pipec.runtime.backends import Backend
@@ -187,25 +188,28 @@ def over_processes(backend: str | Backend | None, mesh: Any) -> bool:
 
 
 def fitting(
-    many: bool, pipeline: Any, plan: Any, devices: Any, backend: Any, options: tuple[Any, Any], mesh: Any, outputs: str,
-    timeout: float,
+    many: bool, pipeline: Any, plan: Any, devices: Any, backend: Any, arguments: Mapping[str, Any], mesh: Any,
 ) -> Spec:
     """The spec of ``pipeline``, when a runner can be made from these arguments; over processes, when it can on all.
+
+    ``arguments``: the others of the runner by name, without the optimizer.
 
     Raises:
         RankError: not on another one.
         PipecError: not here.
     """
     def check() -> Spec:
+        check_arguments(backend, arguments)
         check_fit(pipeline, plan, devices, backend, many)
-        check_asynchronous_options(plan, *options)
+        check_asynchronous_options(plan, arguments["rescheduling"], arguments["delay"])
         return pipeline.spec  # type: ignore[no-any-return]
 
     if not many:
+        tell_started_alone(backend)
         return check()
     from pipec.runtime.distributed.meeting import able, met
 
-    met(lambda: able(check(), plan, mesh, outputs), timeout)
+    met(lambda: able(check(), plan, mesh), arguments["timeout"])
     return pipeline.spec  # type: ignore[no-any-return]
 
 

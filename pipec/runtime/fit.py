@@ -40,9 +40,10 @@ def check_fit(pipeline: Any, plan: Any, devices: Any, backend: Any, many: bool =
         )
     one = isinstance(devices, str | torch.device)
     if devices is not None and (not (many or kind_of_gpu(devices)) if one else not isinstance(devices, Sequence)):
+        same = f"; for one and the same: devices=[{str(devices)!r}] * {plan.devices}" if is_device(devices) else (
+            "; such as 'cpu' or 'cuda:0', or the name 'cuda' for the GPUs there are")
         raise RunError(
-            f"devices= is a list of one torch device per logical device, {plan.devices} here, got {devices!r}; for one "
-            f"and the same: devices=[{str(devices)!r}] * {plan.devices}"
+            f"devices= is a list of one torch device per logical device, {plan.devices} here, got {devices!r}{same}"
         )
     if devices is not None and not one and len(devices) != plan.devices:
         raise RunError(f"the plan has {plan.devices} devices, got {len(devices)}: {list(devices)}")
@@ -58,6 +59,14 @@ def check_trains(plan: Plan) -> None:
         raise RunError("the plan was compiled with forward_only=True; use evaluate() or forward()")
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         raise RunError("step() needs gradients but runs under no_grad or inference_mode; use evaluate()")
+
+
+def is_device(name: Any) -> bool:
+    """Whether torch knows such a device; an int would be a GPU's number."""
+    try:
+        return isinstance(name, torch.device) or (isinstance(name, str) and torch.device(name) is not None)
+    except RuntimeError:
+        return False
 
 
 def kind_of_gpu(devices: Any) -> bool:

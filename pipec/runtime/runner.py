@@ -67,11 +67,9 @@ class Runner(Overlapping, Stateful):
             processes: this process is one device, see docs/distributed.md. The numbers are the same.
         mesh: of a distributed run: a DeviceMesh with the dimensions "pp" and, for replicas, "dp"; by default all
             processes in their order.
-        outputs: of a distributed run: "owner": outputs are in the results of the rank of their stage; "all": of every
-            rank.
+        outputs: of a distributed run: "owner": in the results of the rank of their stage; "all": of every rank.
         timeout: of a distributed run: seconds after which a rank that does not answer is given up.
-        before_update: called with all trained parameters when all gradients are there and before any UPDATE
-            (clipping).
+        before_update: called with all trained parameters when all gradients are there, before any UPDATE (clipping).
         scaler: a ``torch.amp.GradScaler``; with UPDATE tasks the runner unscales, skips and adjusts it.
         seed: of the random numbers that stages draw; by default ``torch.initial_seed()`` at each step, so that it makes
             a run repeatable to call ``torch.manual_seed`` before. See :mod:`pipec.runtime.randomness`.
@@ -107,7 +105,9 @@ class Runner(Overlapping, Stateful):
         timeout: float = 300.0,
     ) -> None:
         many = over_processes(backend, mesh)
-        spec = fitting(many, pipeline, plan, devices, backend, (rescheduling, delay), mesh, outputs, timeout)
+        arguments = {"rescheduling": rescheduling, "delay": delay, "scaler": scaler, "before_update": before_update,
+                     "seed": seed, "model": model, "watchdog": watchdog, "outputs": outputs, "timeout": timeout}
+        spec = fitting(many, pipeline, plan, devices, backend, arguments, mesh)
         self.spec, self.plan = spec, plan
         self._backend_name, self._watchdog = backend, watchdog
         self._real = None if many else real_devices(devices, backend, plan.devices)

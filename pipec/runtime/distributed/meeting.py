@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipec.errors import RankError, RunError
+from pipec.errors import RankError
 from pipec.ir import Plan
 from pipec.runtime.distributed.agree import compare
 from pipec.runtime.distributed.fit import check_plan
@@ -69,14 +69,12 @@ def _await(store: Any, keys: Sequence[str], timeout: float) -> None:
         pause = min(2 * pause, LONGEST)
 
 
-def able(spec: Spec, plan: Plan, mesh: Any, outputs: str) -> dict[str, str]:
+def able(spec: Spec, plan: Plan, mesh: Any) -> dict[str, str]:
     """What decides about the groups that a process makes, when it can be a rank of this plan.
 
     Raises:
         RunError: it cannot.
     """
-    if outputs not in ("owner", "all"):
-        raise RunError(f"outputs must be 'owner' or 'all', got {outputs!r}")
     homes = [plan.stage_device(stage) for stage in range(len(spec.stages))]
     check_plan(spec, plan, tied_parameters(spec, homes))
     blocks = layouts(plan, mesh, plan.data_parallel)

@@ -1,0 +1,113 @@
+"""Arguments of a Runner, of profile and of tune that cannot be meant: named as given, before anything runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipec
+
+
+def net() -> pipec.Pipeline:
+    torch.manual_seed(3)
+    made = pipec.Pipeline("net")
+    x, y = made.input("x"), made.input("y")
+    body = made.stage("body", nn.Linear(4, 4), x)
+    made.loss("mse", F.mse_loss, made.stage("head", nn.Linear(4, 4), body), y)
+    return made
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
+
+
+def runner(**options: Any) -> pipec.Runner:
+    made = net()
+    plan = pipec.compile(made, 2, 4, update="stage")
+    return pipec.Runner(made, plan, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **options)
+
+
+@pytest.mark.parametrize(("option", "value", "said"), [
+    ("scaler", True, "scaler= is a torch.amp.GradScaler, such as torch.amp.GradScaler('cpu'), or None, got True"),
+    ("scaler", torch.amp.GradScaler, "scaler= is a torch.amp.GradScaler"),
+    ("before_update", 1.0, "before_update= is a function of the list of all trained parameters, or None, got 1.0"),
+    ("seed", "x", "seed= is a whole number, as for torch.manual_seed, or None, got 'x'"),
+    ("seed", 1.5, "seed= is a whole number"),
+    ("seed", 2**64, "seed= is a whole number"),
+    ("model", 5, "model= is the module that the stages are parts of, or a dict of tensors by name, got 5"),
+    ("model", [nn.Linear(2, 2)], "model= is the module that the stages are parts of"),
+    ("watchdog", 0, "watchdog= is a number of seconds above 0, or None, got 0"),
+    ("timeout", "x", "timeout= is a number of seconds above 0, got 'x'"),
+    ("timeout", -1, "timeout= is a number of seconds above 0, got -1"),
+    ("timeout", None, "timeout= is a number of seconds above 0, got None"),
+    ("outputs", "everything", "outputs must be 'owner' or 'all', got 'everything'"),
+    ("backend", 3, "backend= is a name, such as 'threads' or 'replay', got 3"),
+    ("backend", torch.optim.SGD, "backend= is a name"),
+    ("devices", "gpu", "got 'gpu'; such as 'cpu' or 'cuda:0', or the name 'cuda' for the GPUs there are"),
+    ("devices", 3, "got 3; such as 'cpu' or 'cuda:0'"),
+])
+def test_what_a_runner_cannot_use_is_named(option: str, value: Any, said: str) -> None:
+    with pytest.raises(pipec.RunError) as caught:
+        runner(**{option: value})
+    assert said in str(caught.value)
+
+
+def test_all_of_them_at_once() -> None:
+    with pytest.raises(pipec.RunError) as caught:
+        runner(scaler=1, seed=0.5, outputs="none")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "Runner: 3 problems"
+    assert [line.split("=")[0].split(" must")[0] for line in lines[1:]] == ["  1. scaler", "  2. seed", "  3. outputs"]
+
+
+def test_what_it_can_use_is_taken() -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    options = {"seed": -1, "watchdog": 0.5, "timeout": float("inf"), "outputs": "all", "scaler": scaler}
+    with runner(**options, before_update=len, backend="replay") as run:
+        run.step(**batch())
+
+
+# -- started by a launcher, without a process group ---------------------------------------------------------------
+
+ALONE = """
+import warnings
+from test_arguments import batch, runner
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    runner({option}).close()
+print(*[f"{{warning.filename.rsplit('/')[-1]}}: {{warning.message}}" for warning in seen])
+"""
+
+
+@pytest.mark.parametrize(("size", "option", "warned"), [
+    ("2", "", True), ("2", "backend='auto'", False), ("1", "", False),
+])
+def test_processes_that_do_not_know_of_each_other_are_told(size: str, option: str, warned: bool) -> None:
+    folder = os.path.dirname(os.path.abspath(__file__))
+    known = os.environ | {"RANK": "0", "WORLD_SIZE": size}
+    known["PYTHONPATH"] = os.pathsep.join([folder, os.path.dirname(folder), os.environ.get("PYTHONPATH", "")])
+    made = subprocess.run(
+        [sys.executable, "-c", ALONE.format(option=option)], env=known, capture_output=True, text=True, timeout=100
+    )
+    assert made.returncode == 0, made.stderr
+    if warned:
+        assert made.stdout.startswith("test_arguments.py: this is one of 2 processes (WORLD_SIZE), but ")
+        assert "each of them runs all devices" in made.stdout
+        assert "init_process_group" in made.stdout
+    else:
+        assert made.stdout.strip() == ""
+
+
+def test_nobody_is_told_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner().close()
