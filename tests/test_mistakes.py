@@ -246,3 +246,15 @@ def test_a_plan_for_a_pipeline_of_another_name_says_so() -> None:
     other.loss("mse", F.mse_loss, other.stage("head", nn.Linear(4, 4), body), y)
     message = told(pipec.RunError, lambda: pipec.Runner(other, pipec.compile(net(), 2, 2)))
     assert "it is named 'other', the plan is for 'net'; compile this pipeline again" in message
+
+
+def test_a_process_of_torchrun_without_a_process_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    made = net()
+    plan = pipec.compile(made, 2, 4)
+    with pytest.raises(pipec.RunError, match=r"torchrun has started 2 processes, but .*init_process_group\(\) was not"):
+        pipec.Runner(made, plan)
+    pipec.Runner(made, plan, backend="threads").close()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    pipec.Runner(made, plan).close()
