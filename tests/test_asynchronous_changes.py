@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from declared import Dense, chain
-from models import same
+from models import data, same
 from test_asynchronous_runs import SCHEDULES, WIDTH, adam, batches, momentum, runner, stages, state
-from torch import nn
+from torch import Tensor, nn
 
 import pipec
 from pipec.rules import Rule
@@ -276,3 +276,61 @@ def test_a_second_look_at_what_a_forward_saves_leaves_its_graph_and_statistics_a
             found.append([losses, run.flush().losses, state(modules)])
         assert [int(module.norm.num_batches_tracked) for module in modules[::2]] == [36, 36]
     assert same(*found)
+
+
+def scaled(params: dict[str, Any], x: Tensor) -> Tensor:
+    return x * params["gain"][0] + params["shift"]
+
+
+@pytest.mark.parametrize("schedule", ["pipemare", pipec.PipeMare("1f1b"), "pipedream", "predicted"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_stages_with_params_go_on_from_a_checkpoint(schedule: Any, recompute: str) -> None:
+    """The first task of a fresh runner may compute with corrected weights at once."""
+    def start() -> pipec.Runner:
+        torch.manual_seed(3)
+        net = pipec.Pipeline("net")
+        x, y = net.input("x"), net.input("y")
+        params = {"gain": [torch.randn(8, requires_grad=True)], "shift": torch.zeros(8, requires_grad=True)}
+        first = net.stage("first", nn.Linear(8, 8), x)
+        scale = net.stage("scale", scaled, first, params=params)
+        net.loss("mse", nn.functional.mse_loss, net.stage("last", nn.Linear(8, 8), scale), y)
+        plan = pipec.compile(net, 2, 4, schedule, update="stage", recompute=recompute)
+        return pipec.Runner(net, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), backend="replay")
+
+    with start() as run, start() as again:
+        for number in range(4):
+            run.step(**data(8, number))
+        run.flush()
+        again.restore(run.checkpoint())
+        for number in range(4, 7):
+            for one in (run, again):
+                one.step(**data(8, number))
+        run.flush()
+        again.flush()
+        assert same(run.state_dict(), again.state_dict())
+
+
+class Moody(nn.Module):
+    """What it returns depends on its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8) * 0.05)
+
+    def forward(self, x: Tensor) -> Any:
+        out = x * self.gain
+        return (out, out) if float(self.gain.detach().sum()) > 0 else [out]
+
+
+def test_a_recompute_of_another_form_than_its_forward_is_told() -> None:
+    net = pipec.Pipeline("net")
+    x = net.input("x")
+    mood = net.stage("mood", Moody(), x)
+    net.loss("sum", lambda own: own[0].sum(), net.stage("last", nn.Identity(), mood), reduction="sum")
+    plan = pipec.compile(net, 2, 2, "pipemare", update="stage", recompute="always")
+    run = pipec.Runner(net, plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), backend="replay")
+    for _ in range(3):
+        run.step(x=torch.ones(8, 8))
+    with pytest.raises(pipec.RunError, match="the stage's RECOMPUTE returned another form") as error:
+        run.step(x=torch.ones(8, 8))
+    assert "raised in stage 'mood'" in "".join(error.value.__notes__)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipec.errors import RunError
 from pipec.runtime.engine import edge_of
 from pipec.tree import Layout, flatten, unflatten
 
@@ -245,13 +246,27 @@ def compact(gradient: Gradient) -> Gradient:
     return gradient
 
 
+OTHER_FORM = (
+    "the stage's RECOMPUTE returned another form (other containers, or another number of tensors) than its FORWARD, "
+    "whose readers have given gradients; let the form not depend on numbers, or use recompute='never' for this stage"
+)
+
+
 def collect(edge: Edges, gradient: Gradient, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
-    """Append every edge that has a gradient to ``roots`` and the gradient to ``seeds``."""
+    """Append every edge that has a gradient to ``roots`` and the gradient to ``seeds``.
+
+    Raises:
+        RunError: they are not of one form.
+    """
     if isinstance(edge, list):
         if gradient is not None:
+            if not isinstance(gradient, list) or len(gradient) != len(edge):
+                raise RunError(OTHER_FORM)
             for one, own in zip(edge, gradient, strict=True):
                 collect(one, own, roots, seeds)
     elif edge is not None and gradient is not None:
+        if isinstance(gradient, list):
+            raise RunError(OTHER_FORM)
         roots.append(edge)
         seeds.append(gradient)
 

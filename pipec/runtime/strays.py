@@ -20,7 +20,7 @@ from torch import Tensor
 from pipec.errors import RunError
 from pipec.runtime.engine import edge_of
 from pipec.runtime.gradients import hooks_of
-from pipec.runtime.stages import Stage
+from pipec.runtime.stages import Stage, named_leaves
 
 REENTRANT = "CheckpointFunctionBackward"
 
@@ -33,6 +33,7 @@ def check_strays(stage: Stage, stages: Sequence[Stage], roots: Iterable[Any], le
             re-entrant checkpoint.
     """
     known = {id(leaf) for leaf in flat(leaves)} | {id(p) for p in stage.trainable()}
+    known |= {id(leaf) for _, leaf in named_leaves(stage.params)}  # or the versions that stand in for them now
     found = leaves_below(flat(roots), stage.name)
     strange = [place for place, leaf in enumerate(found) if id(leaf) not in known]
     if not strange:
