@@ -13,7 +13,7 @@ import pytest
 from models import chain, data
 from pairs import connected_sockets
 from ranks import crew
-from traps import doomed
+from traps import WHAT, doomed
 
 import pipec
 from pipec.runtime.distributed.blame import Seen, blamed
@@ -183,6 +183,31 @@ def test_a_death_in_another_replica() -> None:
         assert time.monotonic() - begin < 12
     assert answers[3] == ("gone", -9)
     assert [(word, told[0], told[2]) for word, told in answers[:3]] == [("raised", "RankError", 3)] * 3
+
+
+def never_made(rank: int, what: str) -> None:
+    """Rank 1 is gone before the ranks have their watch."""
+    from pipec.runtime.distributed import gpu_ranks
+
+    net = chain(4)
+    plan = pipec.compile(net, 4, 4)
+    if rank == 1:
+        gpu_ranks.claim = lambda *_: WHAT[what]()
+    pipec.Runner(net, plan, timeout=3.0)
+
+
+@pytest.mark.parametrize("what", ["kill", "freeze"])
+def test_one_that_is_gone_while_runners_are_made_is_named(what: str) -> None:
+    with crew(4) as made:
+        for pipe in made._pipes:
+            pipe.send((never_made, (what,)))
+        begin = time.monotonic()
+        for rank in (0, 2, 3):
+            assert made._pipes[rank].poll(max(0.0, begin + 20 - time.monotonic()))
+            word, told = made._pipes[rank].recv()
+            assert (word, told[0], told[2]) == ("raised", "RankError", 1)
+            assert told[1].startswith("rank 1 has ended or does not answer while the ranks make this runner together")
+        made.processes[1].kill()
 
 
 # -- what a closed runner leaves ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from pipec.runtime.distributed.claims import Transport, check_claims, claim, loc
 from pipec.runtime.distributed.gpus import Gpus
 from pipec.runtime.distributed.group import (
     Groups,
+    LostError,
     gather_objects,
     layouts,
     make_groups,
@@ -29,12 +30,14 @@ from pipec.runtime.distributed.group import (
 )
 from pipec.runtime.distributed.held import on_host
 from pipec.runtime.distributed.local import Tied
+from pipec.runtime.distributed.meeting import apart
 from pipec.runtime.distributed.order import Orders
 from pipec.runtime.distributed.ordered import OrderedChannels
 from pipec.runtime.distributed.ranks import Ranks
 from pipec.runtime.distributed.reduce import Reducer
 from pipec.runtime.distributed.streams import RankStreams, StreamBackend, StreamDevice, StreamOverlappedDevice
 from pipec.runtime.distributed.totals import Road, StagedRoad, Totals, WiredRoad
+from pipec.runtime.distributed.watch import hang_up
 from pipec.runtime.distributed.wires import Leg, Wire
 from pipec.runtime.executor import Device
 from pipec.runtime.program import Op, Program, Route, build_program
@@ -58,7 +61,10 @@ def make_ranks(
         RunError: the plan, the number of processes or this rank's device does not fit.
         RankError: another rank's device does not, or two of them do not fit together.
     """
-    groups = make_groups(plan, mesh, plan.data_parallel, timeout)
+    try:
+        groups = make_groups(plan, mesh, plan.data_parallel, timeout)
+    except LostError as error:
+        raise apart(range(dist.get_world_size()), timeout, error) from error
     try:
         place, rank = groups.place, dist.get_rank()
         hosts = gather_objects(groups.everyone, socket.gethostname(), len(place.everyone))
@@ -69,6 +75,10 @@ def make_ranks(
             return Ranks(spec, plan, groups, timeout, outputs)
         blocks = layouts(plan, mesh, plan.data_parallel)
         return GpuRanks(spec, plan, groups, timeout, outputs, transport, gpus, device, blocks)
+    except LostError as error:
+        hang_up(groups)  # so that nobody waits for this rank
+        groups.close()
+        raise apart(place.everyone, timeout, error) from error
     except BaseException:
         groups.close()
         raise

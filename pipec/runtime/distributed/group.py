@@ -175,10 +175,7 @@ def make_groups(plan: Plan, mesh: Any, replicas: int, timeout: float) -> Groups:
         except RuntimeError as error:
             if isinstance(error, PipecError):
                 raise
-            raise RankError(
-                f"not all ranks came together to make this runner within {timeout:g} s: one has ended, or is at "
-                f"something else ({error})"
-            ) from error
+            raise LostError(f"the process groups of the ranks were not made: {error}") from error
         own = made or own
     if own is None:
         raise RunError(

@@ -24,6 +24,7 @@ from pipec.runtime.failure import told
 from pipec.spec import Spec
 
 SHORTEST, LONGEST = 0.0005, 0.1  # seconds between two looks into the store
+ROLL = 3.0  # seconds for all to say that they could not make their runner
 
 
 def met(check: Callable[[], dict[str, str]], timeout: float) -> None:
@@ -53,6 +54,31 @@ def met(check: Callable[[], dict[str, str]], timeout: float) -> None:
         raise RankError(f"the store of the process group is gone: {error}; its process, rank 0's as a rule, has "
                         "ended") from error
     compare(rows, range(size), rank)
+
+
+def absent(ranks: Sequence[int]) -> list[int]:
+    """Of the processes that make a runner together those that do not say, soon, that they could not.
+
+    Called on all of them when one is lost before their watch is made: the others say so here.
+    """
+    rank, store = dist.get_rank(), own_store("pipec/runners")
+    try:
+        number, end = store.add(f"count/{rank}", 0), monotonic() + ROLL
+        store.set(f"{number}/lost/{rank}", b"here")
+        keys = [f"{number}/lost/{other}" for other in ranks]
+        while not store.check(keys) and monotonic() < end:
+            sleep(LONGEST)
+        return [other for other, key in zip(ranks, keys, strict=True) if not store.check([key])]
+    except RuntimeError:  # the store has gone with a process
+        return []
+
+
+def apart(ranks: Sequence[int], timeout: float, error: Exception) -> RankError:
+    """The error when not all processes make the runner that they have begun."""
+    gone = absent(ranks)
+    who = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}" if gone else "a rank"
+    return RankError(f"{who} has ended or does not answer while the ranks make this runner together, within "
+                     f"{timeout:g} s: {error}", gone[0] if len(gone) == 1 else -1)
 
 
 def _await(store: Any, keys: Sequence[str], timeout: float) -> None:
