@@ -181,6 +181,59 @@ def test_values_of_every_kind_and_batches_of_every_size(crew4: Any) -> None:
     assert crew4(kinds) == [[]] * 4
 
 
+UNUSUAL: dict[str, Any] = {  # made of the hidden value, with a gradient, and read as a dense tensor
+    "sparse": (lambda h: h.to_sparse(), lambda v: v.to_dense()),
+    "csr": (lambda h: h.to_sparse_csr(), lambda v: v.to_dense()),
+    "conjugate": (lambda h: torch.complex(h, h).conj(), lambda v: v.imag),
+    "negative": (lambda h: torch.complex(h, h).conj().imag, lambda v: v),
+    "nested": (lambda h: torch.nested.as_nested_tensor([h[0], h[0, :3]]),
+               lambda v: torch.nested.to_padded_tensor(v, 0.0).sum()),
+}
+
+
+class Makes(nn.Module):
+    def __init__(self, name: str, alone: bool) -> None:
+        super().__init__()
+        self.layer, self.name, self.alone = nn.Linear(WIDTH, WIDTH), name, alone
+
+    def forward(self, x: Tensor) -> Any:
+        made = UNUSUAL[self.name][0](self.layer(x))
+        return made if self.alone else {"h": x, "more": [made, 3]}
+
+
+class Reads(nn.Module):
+    def __init__(self, name: str, alone: bool) -> None:
+        super().__init__()
+        self.layer, self.name, self.alone = nn.Linear(WIDTH, WIDTH), name, alone
+
+    def forward(self, value: Any) -> Tensor:
+        made = value if self.alone else value["more"][0]
+        assert made.requires_grad or not torch.is_grad_enabled()
+        dense = UNUSUAL[self.name][1](made)
+        return self.layer(dense.expand(4, WIDTH) if self.alone else value["h"] + dense)
+
+
+def unusual(rank: int, name: str) -> list[bool]:
+    """Tensors that are not their elements alone keep that they require a gradient, and get it."""
+    found = []
+    for alone in (False, True):
+        seen = []
+        for backend in (None, "replay"):
+            torch.manual_seed(4)
+            stages = [Makes(name, alone), Reads(name, alone)]
+            net = of_modules(*stages)
+            with pipec.Runner(net, pipec.compile(net, 2, 2), backend=backend) as run:
+                losses = [run.step(**data(8, step)).loss for step in range(2)]
+            seen.append((losses, [p.grad for p in stages[rank].parameters()]))
+        found.append(same(*seen) and all(grad is not None for grad in seen[0][1]))
+    return found
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_tensors_that_are_not_their_elements_alone(name: str, crew2: Any) -> None:
+    assert crew2(unusual, name) == [[True, True]] * 2
+
+
 def unread(rank: int) -> Any:
     """Each rank gives what its own stages read, and the rows."""
     net = jumping()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipec.errors import RunError
 from pipec.runtime.borders import Packed, Parcel
-from pipec.tree import flatten, unflatten
+from pipec.tree import LEAF, flatten, unflatten
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 HEAD = 64  # bytes of the header; also the alignment of every tensor in a joint buffer
@@ -124,8 +124,8 @@ def lone_of(expected: Frame, payload: Any) -> Tensor | None:
 
 def _has_form(payload: Tensor, leaf: Leaf) -> bool:
     return bool(
-        payload.dtype is leaf.dtype and payload.shape == leaf.size and payload.requires_grad == leaf.grad
-        and payload.layout is torch.strided and payload.stride() == leaf.stride
+        payload.dtype is leaf.dtype and not payload.is_nested and payload.shape == leaf.size
+        and payload.requires_grad == leaf.grad and payload.layout is torch.strided and payload.stride() == leaf.stride
         and not payload.is_neg() and not payload.is_conj()
     )
 
@@ -146,7 +146,8 @@ def frame_of(payload: Any) -> tuple[Frame, list[Tensor]]:
     else:
         kind, head, leaves, layout = "packed", None, *flatten(payload)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _plain(leaf)]
-    others = [HOLE if isinstance(leaf, Tensor) and _plain(leaf) else leaf for leaf in leaves]
+    others = [leaf if not isinstance(leaf, Tensor) else HOLE if _plain(leaf) else Grown(leaf) if leaf.requires_grad
+              else leaf for leaf in leaves]
     steady = all(leaf is HOLE or isinstance(leaf, SCALARS) for leaf in others)
     return Frame(kind, tuple(map(leaf_of, tensors)), (head, layout, others), steady), tensors
 
@@ -178,11 +179,23 @@ class _Hole:
 HOLE = _Hole()
 
 
+@frozen(eq=False)
+class Grown:
+    """A tensor that is pickled whole and requires a gradient, which a pickle of a sparse one forgets; a tensor again
+    after it."""
+
+    tensor: Tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tensor.requires_grad_, (self.tensor,)
+
+
 def _plain(tensor: Tensor) -> bool:
-    """A tensor whose elements are all there is to it; others (sparse, quantised, subclasses) are pickled whole."""
+    """A tensor whose elements are all there is to it; others (sparse, nested, quantised, subclasses) are pickled
+    whole."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-        and not tensor.is_conj() and not tensor.is_neg()
+        and not tensor.is_nested and not tensor.is_conj() and not tensor.is_neg()
     )
 
 
@@ -321,5 +334,5 @@ def payload_of(frame: Frame, tensors: Sequence[Tensor]) -> Any:
     rest = iter(tensors)
     leaves = [next(rest) if leaf is HOLE else leaf for leaf in others]
     if frame.kind == "packed":
-        return Packed(leaves, layout)
+        return leaves[0] if layout == LEAF else Packed(leaves, layout)
     return Parcel.given(head, unflatten(layout, leaves))
