@@ -40,18 +40,14 @@ class FarChannels(RecordChannels):
     def begin(self) -> None:
         """Where large contents are on their way, begin to read them."""
         for link in self._in.values():
-            self._ahead(link)
-
-    def _ahead(self, link: In) -> None:
-        """Let a thread read the next message where large ones come, beside the tasks."""
-        if link.peer in self._lines.heavy and link.taken + len(link.inbox) < len(link.messages):
-            self._lines.fetch(link.peer)
+            self._lines.expect(link.peer, len(link.messages))
 
     # -- receiving ------------------------------------------------------------------------------------------
 
     def _read(self, link: In, message: Message) -> tuple[int, Any]:
         made = super()._read(link, message)
-        self._ahead(link)
+        if link.peer in self._lines.heavy:  # since now, maybe
+            self._lines.fetch(link.peer, len(link.messages) - link.taken - len(link.inbox))
         return made
 
     def _payload(self, link: In, message: Message, record: Arrival) -> Any:

@@ -2,7 +2,8 @@
 
 gloo moves bytes in threads of its own, which take turns with the tasks where a rank has one core, and each message is
 agreed upon, to and fro, before its bytes travel. Here the thread that runs the tasks writes to its sockets and reads
-from them itself; only large contents travel in threads beside it, see :mod:`.sockets`.
+from them itself; only large contents travel in threads beside it, see :mod:`.sockets`: from ranks that sent some in the
+turn before, or have begun to in this one.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from pipec.runtime.distributed.records import FAILED, GONE, RecordLines
-from pipec.runtime.distributed.sockets import Bell, Line
+from pipec.runtime.distributed.sockets import Arrival, Bell, Line
 
-LARGE = 1 << 18  # bytes: contents from which on a thread reads ahead
+LARGE = 1 << 18  # bytes: contents from which on a thread reads
 
 
 class Account:
@@ -53,7 +54,7 @@ class FarLines(RecordLines):
 
     Attributes:
         accounts: per rank what is under way there.
-        heavy: ranks that send large contents.
+        heavy: ranks that have sent large contents, when they last sent any.
     """
 
     def __init__(self, me: int, sockets: dict[int, socket.socket], poll: Any = None) -> None:
@@ -69,13 +70,11 @@ class FarLines(RecordLines):
         self._finalizer = weakref.finalize(self, _close, list(self._lines.values()), self._bell)
         self._reset: set[int] = set()  # ranks whose line said so once
         self._fetched: set[int] = set()  # those that a thread reads from
-        self._large: set[int] = set()  # those that have sent large contents in this turn
         self.heavy: set[int] = set()
         self.accounts = {peer: Account() for peer in sockets}
 
     def next_turn(self) -> None:
         self.turn += 1
-        self.heavy, self._large = self._large, set()
         for peer in self._others:
             self._fresh(peer)
             self.accounts[peer] = Account()
@@ -128,8 +127,7 @@ class FarLines(RecordLines):
             self.known[peer] = found.known
         if found.status <= FAILED:
             self.inbox[peer].append(found)
-            if any(len(one) >= LARGE for one in found.content):
-                self._large.add(peer)
+            self._weigh(peer, found)
         else:
             self._note(peer, found.status, found.rest)
         return True
@@ -139,15 +137,34 @@ class FarLines(RecordLines):
             return f"the host of device {peer} cannot be reached"
         return super()._why(peer, error)
 
-    def fetch(self, peer: int) -> None:
-        """Let a thread read the next message of a rank, which is sure to come."""
+    def _weigh(self, peer: int, found: Arrival) -> None:
+        for one in found.content:
+            if len(one) >= LARGE:
+                self.heavy.add(peer)
+                return
+
+    def expect(self, peer: int, count: int) -> None:
+        """A turn begins in which a rank sends ``count`` messages."""
+        heavy, early = peer in self.heavy, self.inbox[peer]
+        self.heavy.discard(peer)
+        for found in early:
+            self._weigh(peer, found)
+        if heavy:
+            self.fetch(peer, count - len(early))
+
+    def fetch(self, peer: int, count: int) -> None:
+        """Let a thread read the next ``count`` messages of a rank, which are sure to come, unless one reads already.
+
+        All of them: while a task runs, several may come, and a thread that stopped after the first one would let the
+        link stand still. How many there can be unread is up to the sender.
+        """
         line = self._lines[peer]
-        if line.fetching or peer in self._ended:
+        if count <= 0 or line.fetching or line.waiting or peer in self._ended:
             return
         if peer not in self._fetched:
             self._fetched.add(peer)
             self._poll.unregister(line.number)
-        line.fetch(FAILED)
+        line.fetch(FAILED, count)
 
     def _over(self, peer: int, text: str) -> bool:
         """Nothing comes from a rank any more."""

@@ -2,8 +2,9 @@
 
 The thread that runs the tasks writes a record straight from the memory of its tensors and reads one straight into
 theirs; no other thread wakes up for that. What the kernel does not take at once, as more is on its way than its
-buffers hold, a thread of the line writes beside the tasks, and where contents are large another one reads ahead.
-Both threads begin with the first work they get.
+buffers hold, a thread of the line writes beside the tasks. Where contents are large another one reads all that comes
+in a turn: the kernel holds a part of such a value only, and whoever reads late lets the link stand still. Both threads
+begin with the first work they get.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Line:
 
     Attributes:
         number: its descriptor.
-        fetching: a thread reads the next message; meanwhile nobody else reads.
+        fetching: a thread reads; meanwhile nobody else does.
     """
 
     def __init__(self, connection: socket.socket, wake: Callable[[], None]) -> None:
@@ -104,7 +105,7 @@ class Line:
         self._rest: bytearray | None = None
         self._content: list[Tensor] | None = None
         self._came: deque[Arrival | Exception] = deque()
-        self._fetches: SimpleQueue[bool] | None = None
+        self._fetches: SimpleQueue[int] | None = None
         self._jobs: SimpleQueue[Parts | None] | None = None
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -239,24 +240,29 @@ class Line:
         self._views, self._numbers, self._rest, self._content = [self._head], None, None, None
         return Arrival(numbers[0], numbers[1], numbers[2], numbers[3], rest, tuple(content))
 
-    def fetch(self, last: int) -> None:
-        """Let a thread read on, until a record has come whose status is ``last`` at most."""
+    @property
+    def waiting(self) -> bool:
+        """Whether records that a thread has read wait to be taken."""
+        return bool(self._came)
+
+    def fetch(self, last: int, count: int) -> None:
+        """Let a thread read on, until ``count`` records have come whose status is ``last`` at most."""
         if self._fetches is None:
             self._fetches = SimpleQueue()
             self._begin(lambda queue: self._reads(queue, last), self._fetches, "reads")
         self.fetching = True
-        self._fetches.put(True)
+        self._fetches.put(count)
 
-    def _reads(self, fetches: SimpleQueue[bool], last: int) -> None:
-        while fetches.get():
+    def _reads(self, fetches: SimpleQueue[int], last: int) -> None:
+        while left := fetches.get():
             try:
-                while True:
+                while left:
+                    if self._came:
+                        self._wake()
                     found = self._read(WHOLE)
+                    left -= found.status <= last
                     self._came.append(found)
-                    if found.status <= last:
-                        break
-                    self._wake()
-                del found
+                    del found  # its memory is the reader's from here on
             except Exception as error:  # raised where the message is asked for
                 self._came.append(error)
             self.fetching = False
@@ -271,7 +277,7 @@ class Line:
         if self._jobs is not None:
             self._jobs.put(None)
         if self._fetches is not None:
-            self._fetches.put(False)
+            self._fetches.put(0)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
