@@ -99,8 +99,12 @@ class MixedLines(RecordLines):
     def writing(self, peer: int) -> bool:
         return self._kind[peer] is self.far and self.far.writing(peer)
 
-    def fetch(self, peer: int, *args: Any) -> None:
-        self.far.fetch(peer, *args)
+    def expect(self, peer: int, count: int) -> None:
+        if self._kind[peer] is self.far:
+            self.far.expect(peer, count)
+
+    def fetch(self, peer: int, count: int) -> None:
+        self.far.fetch(peer, count)
 
 
 class MixedChannels(NearChannels, FarChannels):
