@@ -229,7 +229,7 @@ class RankChannels(Links):
         self.waits.begins(link.peer)
         try:
             while works:
-                works.pop().wait(self._timeout)
+                works.pop(0).wait(self._timeout)
         except RuntimeError as error:
             raise self._over(link, message, error) from error
         self.waits.ends()

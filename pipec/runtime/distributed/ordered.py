@@ -213,7 +213,7 @@ class OrderedChannels(Links):
         try:
             self._carrier.push(wait=True)
             while works:
-                works.pop().wait(self._timeout)
+                works.pop(0).wait(self._timeout)
         except RuntimeError as error:
             self.stopped = True
             self.broken = self._lost(peer, message.what, error)
