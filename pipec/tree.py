@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
-from torch import Tensor
+from torch import Size, Tensor
 from torch.utils import _pytree as torch_pytree
 
 from pipec.errors import PipecError
@@ -44,6 +44,8 @@ def _children(value: Any) -> tuple[Any, Any, list[Any]] | None:
     kind = type(value)
     if kind is tuple or kind is list:
         return kind, None, list(value)
+    if kind is Size:  # a plain value, which torch's own trees turn into a tuple
+        return None
     if kind is dict:
         return dict, tuple(value), list(value.values())
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -336,3 +336,12 @@ def test_a_re_entrant_checkpoint_inside_a_stage_is_told_with_what_to_do(stage: i
     layers[stage].reentrant = True
     with pytest.raises(pipec.RunError, match="use_reentrant=True"):
         pipec.reference(net, 2).step(x=x, y=data()["y"])
+
+
+def test_shapes_stay_shapes() -> None:
+    """What a stage hands on beside its tensors keeps its type."""
+    from pipec.tree import flatten, unflatten
+
+    leaves, layout = flatten([torch.Size((1, 2)), (3, torch.Size(()))])
+    made = unflatten(layout, leaves)
+    assert [type(made[0]), type(made[1][1])] == [torch.Size, torch.Size]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipec.errors import RunError
 from pipec.runtime.distributed.wire import Envelope, Frame, placed, rebuilt
 
 PAGE = 4096
@@ -162,3 +163,24 @@ class Seen:
     def _rebuilt(self, frame: Frame, number: int) -> Tensor:
         at = frame.offsets[number]
         return rebuilt(frame, number, self.memory[at : at + frame.leaves[number].nbytes].clone())
+
+
+class Unseen:
+    """A block of another rank's that could not be mapped here; there is no message in it that can be read."""
+
+    size = 0
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    @property
+    def memory(self) -> Tensor:
+        """Raises RunError."""
+        raise RunError(
+            f"memory that another rank shares cannot be mapped: {self._error}; raise the limit of open files (ulimit "
+            "-n) or of memory, and make a new runner"
+        ) from self._error
+
+    def tensors(self, frame: Frame) -> list[Tensor]:
+        """Raises RunError."""
+        return [self.memory]

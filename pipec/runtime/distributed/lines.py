@@ -8,6 +8,7 @@ even where children that it forked, a data loader's workers say, still hold its 
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import select
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from pipec.runtime.distributed.blocks import Block, Pool, Seen
+from pipec.runtime.distributed.blocks import Block, Pool, Seen, Unseen
 from pipec.runtime.distributed.doors import owner, reached
 from pipec.runtime.distributed.records import DROP, FAILED, GONE, MOST, RecordLines
 
@@ -87,7 +88,7 @@ class Lines(RecordLines):
         self._finalizer = weakref.finalize(self, _close, list(sockets.values()), list(self._ends))
         self._buffer = memoryview(bytearray(ROOM))
         self._reset: set[int] = set()  # those whose line said so once
-        self._seen: dict[int, dict[int, Seen]] = {peer: {} for peer in sockets}
+        self._seen: dict[int, dict[int, Seen | Unseen]] = {peer: {} for peer in sockets}
         self.pools = {peer: Pool() for peer in sockets}
 
     def next_turn(self) -> None:
@@ -150,7 +151,7 @@ class Lines(RecordLines):
             return False
         status, turn, task, known, block, size, at, length = NUMBERS.unpack_from(self._buffer)
         rest = bytes(self._buffer[NUMBERS.size : count]) if count > NUMBERS.size else b""
-        if extra:
+        if size:
             self._map(peer, block, size, extra)
         if turn == self.turn and known > self.known[peer]:
             self.known[peer] = known
@@ -174,12 +175,16 @@ class Lines(RecordLines):
         for _, _, data in extra:
             files.frombytes(data[: len(data) - len(data) % files.itemsize])
         try:
+            if not files:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self._seen[peer][block] = Seen(files[0], size)
+        except (OSError, RuntimeError) as error:  # told to whoever reads a message in it
+            self._seen[peer][block] = Unseen(error)
         finally:
             for file in files:
                 os.close(file)
 
-    def seen(self, peer: int, block: int) -> Seen:
+    def seen(self, peer: int, block: int) -> Seen | Unseen:
         """A block of another rank's."""
         return self._seen[peer][block]
 

@@ -7,6 +7,7 @@ of them before, or lets it make other groups, is told to all through the store o
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipec.errors import RankError
+from pipec.errors import RankError, RunError
 from pipec.ir import Plan
 from pipec.runtime.distributed.agree import compare
 from pipec.runtime.distributed.fit import check_plan
 from pipec.runtime.distributed.group import layouts, own_store
 from pipec.runtime.distributed.local import tied_parameters
+from pipec.runtime.distributed.records import MOST
+from pipec.runtime.distributed.watch import MOST as WATCHED
 from pipec.runtime.failure import told
 from pipec.spec import Spec
 
@@ -95,6 +98,28 @@ def _await(store: Any, keys: Sequence[str], timeout: float) -> None:
         pause = min(2 * pause, LONGEST)
 
 
+def check_files(devices: int, replicas: int) -> None:
+    """Raise RunError when this process may not open the sockets of a rank: some libraries abort or wait then."""
+    try:
+        import resource
+
+        limit, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd"))
+    except (ImportError, OSError):
+        return
+    if limit != resource.RLIM_INFINITY and limit - used < (need := files_of(devices, replicas)):
+        raise RunError(
+            f"a rank of {devices * replicas} needs about {need} sockets and files, and this process may open only "
+            f"{limit - used} more ({used} of {limit} are open); raise the limit (ulimit -n {used + need}, or more)"
+        )
+
+
+def files_of(devices: int, replicas: int) -> int:
+    """About how many descriptors a rank holds: of groups, of the watch, of values that travel by lines, and a few."""
+    others = devices * replicas - 1
+    groups = others + (devices + replicas + 4 if replicas > 1 else 0)
+    return 14 + groups + (2 * others if others < WATCHED else 0) + (2 * devices if devices <= MOST else 0)
+
+
 def able(spec: Spec, plan: Plan, mesh: Any) -> dict[str, str]:
     """What decides about the groups that a process makes, when it can be a rank of this plan.
 
@@ -104,6 +129,7 @@ def able(spec: Spec, plan: Plan, mesh: Any) -> dict[str, str]:
     homes = [plan.stage_device(stage) for stage in range(len(spec.stages))]
     check_plan(spec, plan, tied_parameters(spec, homes))
     blocks = layouts(plan, mesh, plan.data_parallel)
+    check_files(plan.devices, plan.data_parallel)
     return {
         "devices": str(plan.devices), "replicas": str(plan.data_parallel),
         "ranks of the mesh": "; ".join(str([list(row) for row in ranks]) for ranks in blocks),
