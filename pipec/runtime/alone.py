@@ -224,8 +224,7 @@ def party(
     """Who takes part in a run: this process alone, or one rank of many.
 
     Raises:
-        RunError: "distributed" was asked for without a process group, torchrun has started several processes and there
-            is none, or processes or devices do not fit.
+        RunError: "distributed" was asked for without a process group, or processes or devices do not fit.
     """
     many = over_processes(backend, mesh)
     if plan.data_parallel > 1 and not many:
@@ -241,13 +240,6 @@ def party(
             raise RunError(
                 "a distributed run needs torch.distributed.init_process_group() in several processes before; start "
                 "the script with torchrun"
-            )
-        started = int(os.environ.get("WORLD_SIZE") or 1)
-        if started > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-            raise RunError(
-                f"torchrun has started {started} processes, but torch.distributed.init_process_group() was not called, "
-                "so each of them would run all devices for itself; call it before, with 'gloo' on CPUs, or give "
-                "backend='threads' where that is meant"
             )
         return Alone()
     from pipec.runtime.distributed.gpu_ranks import make_ranks

@@ -71,14 +71,20 @@ def tell_started_alone(backend: Any) -> None:
     """Warn where a launcher started several processes, which do not know of each other: each would train all of it.
 
     A backend by name says that each is to run all devices.
+
+    Raises:
+        RunError: the launcher is torchrun, of which that cannot be meant.
     """
     size = os.environ.get("WORLD_SIZE", "")
     if backend is None and "RANK" in os.environ and size.isdigit() and int(size) > 1 and not _knows_others():
-        warnings.warn(
+        told = (
             f"this is one of {size} processes (WORLD_SIZE), but torch.distributed was not initialised, so each of "
             "them runs all devices of the plan by itself; call torch.distributed.init_process_group('gloo') before "
-            "the Runner is made, or give backend='auto' where that is meant", stacklevel=4,
+            "the Runner is made, or give backend='auto' where that is meant"
         )
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise RunError(told)
+        warnings.warn(told, stacklevel=4)
 
 
 def _knows_others() -> bool:
