@@ -7,7 +7,8 @@ Needs Linux, root and iproute2. Each host has its own network, host name, System
 files; a pair of virtual interfaces connects them, slowed to the given rate, and by the delay where the kernel has
 netem. torchrun starts one node on each. Every schedule runs three steps over them and, in the same processes, on
 threads: losses must be the same bits. Steps are timed through sockets (and memory where there are several ranks on each
-host) and through gloo, in turns. Then the processes of one host are killed in the middle of a run, or one of them is
+host) and through gloo, in turns: training with small tasks, and between one rank per host forwards that read three
+values while others come, by tasks about as long as the values travel at 1 Gbit/s. Then the processes of one host are killed in the middle of a run, or one of them is
 stopped, and the other host must name that rank. Everything made for this is removed at the end.
 """
 
@@ -23,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,31 +90,70 @@ def numbers() -> None:
         print(f"{len(SCHEDULES)} schedules: the same bits as in one process", flush=True)
 
 
+class Busy(nn.Module):
+    """Works on three values for a while, without a core."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return a + b + c
+
+
+def bursts(seconds: float) -> tuple[pipec.Pipeline, pipec.Plan]:
+    """Three values for each task of the second device."""
+    torch.manual_seed(0)
+    net = pipec.Pipeline("bursts")
+    value, made = net.input("x"), []
+    for number in range(3):
+        value = net.stage(f"s{number}", nn.Linear(WIDTH, WIDTH), value)
+        made.append(value)
+    net.output(net.stage("busy", Busy(seconds), value, pipec.skip(made[0]), pipec.skip(made[1])))
+    return net, pipec.compile(net, 2, MICROBATCHES, placement=(0, 0, 0, 1), forward_only=True)
+
+
+def trained() -> tuple[pipec.Pipeline, pipec.Plan]:
+    net = pipeline(dist.get_world_size(), WIDTH)
+    return net, pipec.compile(net, dist.get_world_size(), MICROBATCHES, "1f1b")
+
+
 def times() -> None:
-    """Steps of small tasks, with values of several sizes."""
+    """Steps with values of several sizes."""
     for rows, size in SIZES:
-        runs = {}
-        for name, ways in (("as chosen", Ranks.ways), ("gloo", ())):
-            before, Ranks.ways = Ranks.ways, ways
-            net = pipeline(dist.get_world_size(), WIDTH)
-            runs[name] = pipec.Runner(net, pipec.compile(net, dist.get_world_size(), MICROBATCHES, "1f1b"))
-            Ranks.ways = before
-        way = runs["as chosen"].transport
-        if "sockets" not in way or ("memory" in way) != (int(os.environ["LOCAL_WORLD_SIZE"]) > 1):
-            raise SystemExit(f"values travel through {way}")
-        x = torch.randn(rows * MICROBATCHES, WIDTH)
-        took: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(12 if rows < 10_000 else 6):
-            for name, run in runs.items():
-                dist.barrier()
-                begin = time.perf_counter()
+        compare(f"a step with values of {size}", trained, rows, True)
+        if rows > 1000 and dist.get_world_size() == 2:
+            seconds = 3 * rows * WIDTH * 4 / 125e6
+            compare(f"three values of {size} per task of {seconds * 1e3:.0f} ms", partial(bursts, seconds), rows, False)
+
+
+def compare(what: str, build: Callable[[], tuple[pipec.Pipeline, pipec.Plan]], rows: int, train: bool) -> None:
+    """What a call takes in the way that pipec chooses, and through gloo, in turns."""
+    runs = {}
+    for name, ways in (("as chosen", Ranks.ways), ("gloo", ())):
+        before, Ranks.ways = Ranks.ways, ways
+        runs[name] = pipec.Runner(*build())
+        Ranks.ways = before
+    way = runs["as chosen"].transport
+    if "sockets" not in way or ("memory" in way) != (int(os.environ["LOCAL_WORLD_SIZE"]) > 1):
+        raise SystemExit(f"values travel through {way}")
+    x = torch.randn(rows * MICROBATCHES, WIDTH)
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(12 if rows < 10_000 else 6):
+        for name, run in runs.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            if train:
                 run.step(x=x, y=x)
-                took[name].append(time.perf_counter() - begin)
-        for run in runs.values():
-            run.close()
-        if dist.get_rank() == 0:
-            one, two = (f"{statistics.median(own[2:]) * 1e3:.1f} ms through" for own in took.values())
-            print(f"a step with values of {size}: {one} {way}; {two} gloo", flush=True)
+            else:
+                run.evaluate(x=x)
+            took[name].append(time.perf_counter() - begin)
+    for run in runs.values():
+        run.close()
+    if dist.get_rank() == 0:
+        one, two = (f"{statistics.median(own[2:]) * 1e3:.1f} ms through" for own in took.values())
+        print(f"{what}: {one} {way}; {two} gloo", flush=True)
 
 
 def forever(folder: str) -> None:
