@@ -8,8 +8,9 @@ files; a pair of virtual interfaces connects them, slowed to the given rate, and
 netem. torchrun starts one node on each. Every schedule runs three steps over them and, in the same processes, on
 threads: losses must be the same bits. Steps are timed through sockets (and memory where there are several ranks on each
 host) and through gloo, in turns: training with small tasks, and between one rank per host forwards that read three
-values while others come, by tasks about as long as the values travel at 1 Gbit/s. Then the processes of one host are killed in the middle of a run, or one of them is
-stopped, and the other host must name that rank. Everything made for this is removed at the end.
+values while others come, by tasks about as long as the values travel at 1 Gbit/s. Then the processes of one host are
+killed in the middle of a run, or one of them is stopped, and the other host must name that rank. Everything made for
+this is removed at the end.
 """
 
 from __future__ import annotations
