@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import chain, data, of_modules
+from models import chain, data, of_modules, parameters
+from test_ranks_reduce import tied
 from traps import Trap, memory, survived, value_error
 
 import pipec
@@ -203,3 +204,30 @@ def test_plans_that_do_not_fit(crew2: Any) -> None:
     assert second[1].startswith("the plan has no UPDATE")
     assert "outputs must be 'owner' or 'all'" in first[2]
     assert "compile with data_parallel=2" in first[3]
+
+
+# -- what is added up is trained on all ranks ---------------------------------------------------------------------
+
+
+def frozen_on_one(rank: int, replicas: int) -> list[Any]:
+    """A script freezes a parameter on one rank only, before a step, then on all."""
+    net = tied(4) if replicas == 1 else chain(4)
+    weight = parameters(net)[0]
+    with pipec.Runner(net, pipec.compile(net, 2, 4, data_parallel=replicas), timeout=10) as run:
+        run.step(**data())
+        weight.requires_grad_(rank != 2 * (replicas - 1))
+        with pytest.raises(pipec.RankError) as error:
+            run.step(**data())
+        run.evaluate(**data())
+        weight.requires_grad_(False)
+        run.step(**data())
+    return [str(error.value), error.value.rank]
+
+
+def test_a_parameter_that_one_rank_has_frozen_is_told(crew2: Any, crew4: Any) -> None:
+    shared = ("the parameter that stages 'a' (as 'weight') and 'd' (as 'weight') share is trained on rank 1 and frozen "
+              "on rank 0; freeze and unfreeze it on all ranks alike, before the same step")
+    assert crew2(frozen_on_one, 1) == [[shared, 0]] * 2
+    other = ("ranks 0 and 2 do not train the same parameters; freeze and unfreeze them on all replicas alike, before "
+             "the same step")
+    assert crew4(frozen_on_one, 2) == [[other, 2]] * 4

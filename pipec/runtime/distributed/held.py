@@ -18,6 +18,7 @@ from pipec.runtime.distributed.council import ANYWHERE, CALLS, LOAD, NORM, SAVE,
 from pipec.runtime.distributed.group import Groups, Place, same_everywhere
 from pipec.runtime.distributed.local import Tied, check_dtensors, check_wrappers, elsewhere_of, owners_of
 from pipec.runtime.distributed.results import packed
+from pipec.runtime.distributed.trained import Trained
 from pipec.runtime.gradients import shared_parameters
 from pipec.runtime.stages import Stage
 from pipec.spec import Spec
@@ -42,6 +43,7 @@ class Held(Alone):
     spec: Spec
     outputs: str
     _hooked: bool  # whether any rank has a before_update
+    flags: Trained
     _tied: list[Tied]
     _council: Council
 
@@ -51,7 +53,7 @@ class Held(Alone):
 
     def share(self, stages: Sequence[Stage]) -> None:
         """Give parameters that several ranks hold the values of one: shared ones, and those of all replicas."""
-        place = self.place
+        place, self.flags.stages = self.place, stages
         for one in self._tied:
             owner = place.ranks[self.replica][self.homes[one.stages[0]]]
             same_everywhere(one.parameter, self.groups.pipeline, owner)

@@ -39,6 +39,7 @@ from pipec.runtime.distributed.overlap import RankOverlappedDevice, RankTogether
 from pipec.runtime.distributed.reduce import Reducer, noting_ends
 from pipec.runtime.distributed.results import LOSS_WIDTH, gathered_result, loss_row, own_outputs
 from pipec.runtime.distributed.sample import check_samples, sample_of
+from pipec.runtime.distributed.trained import FLAGS, Trained
 from pipec.runtime.distributed.watch import Watch
 from pipec.runtime.distributed.ways import MEMORY, SOCKETS, channels_of, lines_between
 from pipec.runtime.distributed.wire import Frame
@@ -70,9 +71,8 @@ class Ranks(Held):
         self.homes = [plan.stage_device(stage) for stage in range(len(spec.stages))]
         self._tied = tied_parameters(spec, self.homes)
         self.spec, self.outputs, self._plan, self._timeout = spec, outputs, plan, timeout
-        self.groups, self.place = groups, groups.place
-        place = groups.place
-        self.device, self.replica = place.device, place.replica
+        self.groups, place = groups, groups.place
+        self.place, self.device, self.replica = place, place.device, place.replica
         self.me = place.everyone.index(dist.get_rank())
         self.watch = Watch(groups, self.me, MEMORY in self.watched, SOCKETS in self.watched)
         self.backend = RankBackend(place.ranks[place.replica], place.device)
@@ -80,8 +80,7 @@ class Ranks(Held):
         self._frames: dict[bool, dict[Any, Frame]] = {True: {}, False: {}}
         self._closed, self._hooked, self._elsewhere = False, False, list[int]()
         self._open: Links | None = None  # channels that hold a group
-        losses = len(spec.losses)
-        width = FIXED + max(LOSS_WIDTH * losses, losses + 2 * len(spec.inputs))
+        width = FIXED + max(LOSS_WIDTH * len(spec.losses), len(spec.losses) + 2 * len(spec.inputs) + FLAGS)
         self._council = Council(self.groups, self.watch, plan, width, timeout)
         with self._council.waiting("the sockets of all ranks"):
             self._lines, self.way = lines_between(self.groups.pipeline, place, timeout, self.ways)
@@ -91,6 +90,7 @@ class Ranks(Held):
             self._council.lines = self._lines if place.replicas == 1 else None
         self._reducer: Reducer | None = None
         self._inputs = InputGradients(spec, plan, groups, timeout)
+        self.flags = Trained(self._tied, self.homes, place, [stage.name for stage in spec.stages])
 
     # -- before the first step ------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Ranks(Held):
             row[6:8] = [-1.0 if batch.length is None else float(batch.length), batch.scale]
             counts, samples = batch.counts, [float(sample_of(value)) for value in batch.values]
             if training:
-                masks = [mask_of(value) for value in batch.values]
+                masks = [*map(mask_of, batch.values), *self.flags.row()]
         except BaseException as error:
             failure = error
         self.watch.begin()
@@ -179,6 +179,7 @@ class Ranks(Held):
         length = lengths_of(table, self.place.ranks, self._plan.slices)[self.replica]
         check_samples(table, FIXED + len(counts), self.spec, self.place.ranks, where_of(table))
         self._inputs.agree(table, FIXED + len(counts) + len(samples), batch, self._elsewhere)
+        self.flags.check(table, FIXED + len(counts) + 2 * len(samples))
         total = sum(max(r or 0, 0) for r in rows) if all(r is not None for r in rows) else None
         first = [table[n * self.place.devices : (n + 1) * self.place.devices] for n in range(self.place.replicas)]
         counts = [
