@@ -197,7 +197,7 @@ def run_tune(arguments: Arguments) -> int:
             | ({"error": trial.reason} if trial.timeline is None else {"time": trial.time} | figures(trial.timeline))
             for trial in found.trials
         ])
-    else:
+    elif found.trials[0].plan is not None:
         print(found)
     best = found.best  # told on stderr when there is none
     if not arguments.json:

@@ -22,6 +22,7 @@ from pipec.passes.recompute import recompute as recompute_pass
 from pipec.passes.reduce import reduce
 from pipec.passes.settle import settle
 from pipec.passes.updates import updates
+from pipec.rescaled import at
 from pipec.schedules import find_schedule
 from pipec.schedules.base import Policy, Problem, is_asynchronous, policy_name
 from pipec.slicing import check_slices
@@ -67,7 +68,8 @@ def compile(  # noqa: A001 - the verb of this library
         forward_only: no backward, for evaluation; without update= and recompute=.
         data_parallel: replicas of the pipeline, each in processes of its own with its own part of the data; REDUCE
             tasks add up their gradients. See docs/distributed.md.
-        costs: balance the placement and inform the policy; kept as the default of ``plan.simulate()``.
+        costs: balance the placement and inform the policy; kept as the default of ``plan.simulate()``. Those of a
+            profile with another number of microbatches are taken in proportion.
         memory_limit: per device, in bytes or ``pipec.activations(n)``; verified, and given to the policy.
 
     Raises:
@@ -104,6 +106,7 @@ def compile(  # noqa: A001 - the verb of this library
         if not isinstance(costs, Costs):
             raise SpecError(f"costs must be pipec.Costs(...), got {type(costs).__name__}")
         costs.check(spec.graph)
+        costs = at(costs, microbatches)
     if not forward_only and slices != 1:
         refuse_slices(policy, slices)
     check_slices(spec, slices)

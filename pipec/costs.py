@@ -127,6 +127,8 @@ class Costs:
         overlap: tasks that a schedule runs as one (a fused forward and backward) take the sum of their durations times
             this; 1: nothing is gained.
         optimizer: bytes of optimizer state per byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
+        microbatches: into how many microbatches the minibatch was cut that durations and sizes belong to, as a profile
+            says; where a plan cuts it into others they are taken in proportion. None: into as many as the plan's.
         host_latency, host_bandwidth: of copies between a device and host memory (``pipec.skip(v, hold="host")``); by
             default those between devices, as where both go over the same bus.
     """
@@ -149,8 +151,12 @@ class Costs:
     host_latency: float | None = field(default=None, validator=_not_negative)
     host_bandwidth: float | None = None
     backward: float | None = field(default=None, validator=_not_negative)
+    microbatches: int | None = None
 
     def __attrs_post_init__(self) -> None:
+        cut = self.microbatches
+        if cut is not None and (isinstance(cut, bool) or not isinstance(cut, int) or cut < 1):
+            raise SpecError(f"costs: microbatches must be a whole number of at least 1, or None, got {cut!r}")
         for name in ("bandwidth", "host_bandwidth"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and value > 0):
@@ -210,10 +216,10 @@ class Costs:
         return 2.0 * max(replicas - 1, 1) / max(replicas, 2) * own.weight_bytes / self.bandwidth
 
     def __str__(self) -> str:
-        """The defaults in a line and a row per stage that overrides them."""
+        """The defaults in a line, as far as a stage may take them, and a row per stage that overrides them."""
         unit = f" {self.unit}" if self.unit else ""
-        said = {f.name: getattr(self, f.name) for f in fields(type(self))}
-        defaults = [f"{name} {value:.4g}{unit}" for name in DURATIONS if (value := said[name]) is not None]
+        said = {f.name: getattr(self, f.name) for f in fields(type(self)) if not self._everywhere(f.name)}
+        defaults = [f"{name} {value:.4g}{unit}" for name in DURATIONS if (value := said.get(name)) is not None]
         defaults += [f"overlap {self.overlap:.4g}"] if self.overlap != 1.0 else []
         lines = ["costs: " + ", ".join(defaults)]
         if self.bandwidth is not None:
@@ -223,6 +229,8 @@ class Costs:
         names = [f.name for f in fields(StageCosts)
                  if any(getattr(own, f.name) is not None for own in self.stages.values())]
         if names:
+            if self.microbatches is not None:
+                lines.append(f"of one of {self.microbatches} microbatches, in{unit or ' units of time'} and bytes:")
             rows = [["stage", *names]]
             for stage, own in self.stages.items():
                 cells = [getattr(own, name) for name in names]
@@ -232,6 +240,10 @@ class Costs:
             lines += ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in
                                 zip(row[1:], widths[1:], strict=True))]) for row in rows]
         return "\n".join(lines)
+
+    def _everywhere(self, name: str) -> bool:
+        """Whether every stage that is listed has a cost of its own in place of the default ``name``."""
+        return bool(self.stages) and all(getattr(own, name, None) is not None for own in self.stages.values())
 
     def check(self, graph: Graph) -> None:
         """Raise SpecError when costs name a stage or value that ``graph`` has not."""

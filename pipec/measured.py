@@ -10,6 +10,7 @@ from attrs import evolve
 from pipec.costs import Costs, StageCosts
 from pipec.errors import SpecError
 from pipec.ir import BACKWARDS, TO_HOST, Kind, Lane
+from pipec.rescaled import at
 from pipec.timeline import Floats, Timeline
 
 NAMES = {
@@ -27,7 +28,7 @@ def costs_of(timeline: Timeline, base: Costs | None = None) -> Costs:
     if base is not None and base.unit not in ("", "ms"):
         raise SpecError(f"to_costs(base=): times are measured in ms, but base is in {base.unit}; convert it, or give "
                         "it sizes only")
-    base = base or timeline.costs
+    base = at(base or timeline.costs, timeline.plan.minibatch)
     base.check(timeline.plan.graph)
     spent = stage_times(timeline)
     stages = {
@@ -35,7 +36,8 @@ def costs_of(timeline: Timeline, base: Costs | None = None) -> Costs:
         for number, stage in enumerate(timeline.plan.graph.stages)
     }
     found = latency(timeline, base)
-    return evolve(base, stages=stages, latency=base.latency if found is None else found, unit="ms")
+    return evolve(base, stages=stages, latency=base.latency if found is None else found, unit="ms",
+                  microbatches=timeline.plan.minibatch)
 
 
 def stage_times(timeline: Timeline) -> list[dict[str, float]]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pipec.costs import Costs
 from pipec.errors import PlanError, SpecError
 from pipec.ir import BACKWARDS, FROM_HOST, TO_HOST, Buffer, Buffers, Kind, Lane, Plan, Table, arrives, sends
+from pipec.rescaled import at
 from pipec.timeline import Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -68,7 +69,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """
     if costs is not None and not isinstance(costs, Costs):
         raise SpecError(f"simulate: costs must be pipec.Costs(...), got {type(costs).__name__} {costs!r}")
-    costs = costs or plan.costs or Costs()
+    costs = at(costs or plan.costs or Costs(), plan.minibatch)
     costs.check(plan.graph)
     duration = durations(plan, costs)
     start, end, cause = run_clock(plan, duration, costs)

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, frozen, has
 
 from pipec.compiler import compile as compile_plan
-from pipec.costs import DURATIONS, Activations, Costs, StageCosts
-from pipec.errors import PipecError, PlanError, ScheduleError
-from pipec.ir import Kind, Plan
+from pipec.costs import Activations, Costs
+from pipec.errors import PipecError, PlanError, ScheduleError, SpecError
+from pipec.ir import Plan
+from pipec.rescaled import at, costs_of
 from pipec.schedules import SCHEDULES, Policy, find_schedule, is_asynchronous, policy_name
 from pipec.timeline import Timeline, show_bytes
 
 RECOMPUTE = ("never", "except_last", "always")
 SHOWN = 12  # rows of a table
 POLISHED = 3  # of the fastest, whose orders are searched again for as long as their policies say
-FIXED = ("latency", "host_latency", "update")  # durations that do not depend on the size of a microbatch
-SIZES = ("activation_bytes", "output_bytes", "weight_activation_bytes", "carry_bytes")
 
 
 @frozen(eq=False)
@@ -70,14 +69,23 @@ class Tuning:
         """
         plan = self.trials[0].plan if self.trials else None
         if plan is None:
-            reasons = dict.fromkeys(f"{trial.schedule}: {trial.reason}" for trial in self.trials)
-            raise PlanError("\n  ".join(["no schedule serves this pipeline with these options:", *reasons]))
+            raise PlanError("\n  ".join(["no schedule serves this pipeline with these options:", *self.reasons]))
         return plan
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why combinations cannot be compiled, by schedule, each reason once."""
+        bad = [trial for trial in self.trials if trial.timeline is None]
+        return list(dict.fromkeys(f"{trial.schedule}: {trial.reason}" for trial in bad))
 
     def __str__(self) -> str:
         good = [trial for trial in self.trials if trial.timeline is not None]
-        lines = [f"{'schedule':<25}{'microbatches':>13}  {'recompute':<12}{'time':>10}{'bubble':>9}{'peak':>14}"]
+        lines = [f"{'schedule':<25}{'microbatches':>13}  {'recompute':<12}{'time':>10}{'bubble':>9}{'peak':>19}"]
         lines += [_row(trial) for trial in good[:SHOWN]]
+        if not good:
+            head = f"none of {len(self.trials)} combinations can be compiled with these options:"
+            more = [f"and {len(self.reasons) - SHOWN} more reasons"] if len(self.reasons) > SHOWN else []
+            return "\n  ".join([head, *self.reasons[:SHOWN], *more])
         left, refused = len(good) - SHOWN, len(self.trials) - len(good)
         lines += [f"and {left} slower ones"] if left > 0 else []
         lines += [f"{refused} of {len(self.trials)} combinations cannot be compiled with these options"] * (refused > 0)
@@ -92,7 +100,7 @@ def _row(trial: Trial) -> str:
     known = timeline.peak_bytes
     peak = f"{max(timeline.peak_share):.4g} activations" if known is None else show_bytes(max(known))
     return (f"{trial.schedule:<25}{trial.microbatches:>13}  {trial.recompute!s:<12}{trial.time:>10.5g}"
-            f"{timeline.bubble:>9.1%}{peak:>16}")
+            f"{timeline.bubble:>9.1%}{peak:>19}")
 
 
 def tune(
@@ -100,8 +108,8 @@ def tune(
     devices: int,
     microbatches: int | Sequence[int],
     *,
-    schedules: Sequence[str | Policy] | None = None,
-    recompute: Sequence[Any] = RECOMPUTE,
+    schedules: str | Policy | Sequence[str | Policy] | None = None,
+    recompute: Any = RECOMPUTE,
     costs: Costs | None = None,
     costs_at: int | None = None,
     overhead: float = 0.0,
@@ -112,11 +120,12 @@ def tune(
 
     Args:
         microbatches: one number of microbatches or several.
-        schedules: names or policies; by default all synchronous ones that pipec knows: asynchronous ones train
-            differently, and take part where they are named.
+        schedules: a name or policy, or several; by default all synchronous ones that pipec knows: asynchronous ones
+            train differently, and take part where they are named.
+        recompute: one way as of :func:`pipec.compile`, or a list of several.
         costs: of one microbatch; by default one unit per task.
-        costs_at: into how many microbatches the minibatch was cut that ``costs`` belong to; by default the first of
-            ``microbatches``.
+        costs_at: into how many microbatches the minibatch was cut that ``costs`` belong to; by default as many as they
+            say themselves, which those of a profile do, else the first of ``microbatches``.
         overhead: of every task beside what depends on its rows, in the costs' unit: the more of it, the fewer
             microbatches are best.
         memory_limit: as of :func:`pipec.compile`; activations are those of one of ``costs_at`` microbatches.
@@ -125,16 +134,20 @@ def tune(
     Raises:
         SpecError, ScheduleError: the pipeline is at fault, or an unknown schedule is named.
     """
+    if costs is not None and not isinstance(costs, Costs):
+        raise SpecError(f"tune: costs must be pipec.Costs(...), got {type(costs).__name__}")
     counts = list(microbatches) if isinstance(microbatches, Sequence) else [microbatches]
     if not counts or any(isinstance(own, bool) or not isinstance(own, int) or own < 1 for own in counts):
         raise ScheduleError(f"tune: microbatches must be whole numbers of at least 1, got {microbatches!r}")
-    wanted = [find_schedule(own) for own in schedules] if schedules is not None else [
+    if costs_at is not None and (isinstance(costs_at, bool) or not isinstance(costs_at, int) or costs_at < 1):
+        raise ScheduleError(f"tune: costs_at must be a whole number of at least 1, got {costs_at!r}")
+    wanted = [find_schedule(own) for own in several(schedules)] if schedules is not None else [
         own for own in map(find_schedule, SCHEDULES) if not is_asynchronous(own)
     ]
-    first = costs_at or counts[0]
+    first = costs_at or (None if costs is None else costs.microbatches) or counts[0]
 
     def tried(policy: Policy, count: int, mode: Any) -> Trial:
-        scaled, limit = costs_of(costs, first / count, overhead), memory_limit
+        scaled, limit = costs_of(costs, first / count, overhead, count), memory_limit
         if isinstance(limit, Activations):
             limit = Activations(limit.shares * count / first)
         update = {"update": "stage"} if is_asynchronous(policy) and options.get("update") is None else {}
@@ -146,13 +159,18 @@ def tune(
         except (ScheduleError, PlanError) as error:
             return Trial(name, count, mode, reason=brief(error))
 
-    combinations = list(itertools.product(counts, wanted, recompute))
+    combinations = list(itertools.product(counts, wanted, several(recompute)))
     trials = [tried(_quick(policy), count, mode) for count, policy, mode in combinations]
-    for at in _ranked(trials)[:POLISHED]:
-        count, policy, mode = combinations[at]
-        if trials[at].timeline is not None and _quick(policy) is not policy:
-            trials[at] = tried(policy, count, mode)
-    return Tuning(tuple(trials[at] for at in _ranked(trials)))
+    for place in _ranked(trials)[:POLISHED]:
+        count, policy, mode = combinations[place]
+        if trials[place].timeline is not None and _quick(policy) is not policy:
+            trials[place] = tried(policy, count, mode)
+    return Tuning(tuple(trials[place] for place in _ranked(trials)))
+
+
+def several(given: Any) -> Sequence[Any]:
+    """What may be one thing or a list of such."""
+    return [given] if isinstance(given, str | Mapping) or not isinstance(given, Iterable) else list(given)
 
 
 def _quick(policy: Any) -> Any:
@@ -161,7 +179,7 @@ def _quick(policy: Any) -> Any:
 
 
 def _ranked(trials: Sequence[Trial]) -> list[int]:
-    return sorted(range(len(trials)), key=lambda at: (float(f"{trials[at].time:.9g}"), trials[at].peak, at))
+    return sorted(range(len(trials)), key=lambda n: (float(f"{trials[n].time:.9g}"), trials[n].peak, n))
 
 
 def fastest(spec: Any, devices: int | None, microbatches: int | None, recompute: Any, options: dict[str, Any]) -> Plan:
@@ -173,34 +191,10 @@ def fastest(spec: Any, devices: int | None, microbatches: int | None, recompute:
     """
     if devices is None:
         raise ScheduleError("devices= is needed: schedule 'auto' does not say for how many it is")
-    return tune(spec, devices, 1 if microbatches is None else microbatches, recompute=[recompute], **options).best
-
-
-def costs_of(costs: Costs | None, factor: float, overhead: float = 0.0) -> Costs | None:
-    """The costs of microbatches ``factor`` times as large; None, where nothing changes, for one unit per task."""
-    if costs is None and factor == 1.0 and not overhead:
-        return None
-
-    given = costs or Costs()
-
-    def longer(own: Costs | StageCosts, whole: float) -> dict[str, Any]:
-        names = [name for name in DURATIONS if name not in FIXED and getattr(own, name, None) is not None]
-        made = {name: getattr(own, name) * factor + overhead for name in names}
-        if overhead and any(name.startswith("backward") for name in names):
-            made["backward"] = whole * factor + overhead  # one task, where the halves are two
-        return made
-
-    def larger(sizes: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: round(size * factor) for name, size in sizes.items() if size is not None}
-
-    stages = {
-        name: evolve(own, **longer(own, given.duration(Kind.BACKWARD, name)),
-                     **larger({key: getattr(own, key) for key in SIZES}))
-        for name, own in given.stages.items()
-    }
-    default = evolve(given, stages={}).duration(Kind.BACKWARD, "")
-    return evolve(given, stages=stages, values=larger(given.values), gradients=larger(given.gradients),
-                  saved_values=larger(given.saved_values), **longer(given, default))
+    count = 1 if microbatches is None else microbatches
+    if isinstance(options["costs"], Costs) and isinstance(count, int) and count > 0:
+        options = options | {"costs": at(options["costs"], count)}  # the limit is counted in the plan's own activations
+    return tune(spec, devices, count, recompute=[recompute], **options).best
 
 
 def brief(error: PipecError) -> str:

@@ -111,3 +111,86 @@ def test_nobody_is_told_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runner().close()
+
+
+# -- profile and tune -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"microbatches": 0}, "profile: microbatches must be a whole number of at least 1, got 0"),
+    ({"microbatches": "4"}, "profile: microbatches must be a whole number of at least 1, got '4'"),
+    ({"repeats": 0}, "profile: repeats must be a whole number of at least 1, got 0"),
+    ({"repeats": None}, "profile: repeats must be a whole number of at least 1, got None"),
+])
+def test_a_profile_cannot_be_taken_so(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(pipec.RunError) as caught:
+        pipec.profile(net(), **options, **batch())
+    assert str(caught.value) == said
+
+
+def test_one_schedule_and_one_way_of_recompute_need_no_list() -> None:
+    found = pipec.tune(net(), 2, 4, schedules="1f1b", recompute="never")
+    assert [(trial.schedule, trial.recompute) for trial in found.trials] == [("1f1b", "never")]
+    assert found.best.schedule == "1f1b"
+    order = pipec.parse_schedule("0: 0F0 0B0\n1: 1F0 1B0")
+    assert len(pipec.tune(net(), 2, 1, schedules=order, recompute={"body": "always"}).trials) == 1
+
+
+def test_where_nothing_can_be_compiled_the_table_says_why() -> None:
+    found = pipec.tune(net(), 2, 4, schedules="1f1b", recompute="nevr")
+    head, reason = str(found).splitlines()
+    assert head == "none of 1 combinations can be compiled with these options:"
+    assert reason.startswith("  1f1b: recompute: unknown mode 'nevr'")
+    tight = pipec.tune(net(), 2, 4, memory_limit=pipec.activations(0.1))
+    assert "\n  gpipe: memory: device 0 holds 4 activations at its peak; the limit is 0.1" in str(tight)
+    assert "reasons" in str(tight).splitlines()[-1]
+
+
+def test_tune_takes_costs_and_nothing_else() -> None:
+    with pytest.raises(pipec.SpecError, match=r"tune: costs must be pipec.Costs\(...\), got dict"):
+        pipec.tune(net(), 2, 4, costs={"body": 1.0})  # type: ignore[arg-type]
+    with pytest.raises(pipec.ScheduleError, match="tune: costs_at must be a whole number of at least 1, got '4'"):
+        pipec.tune(net(), 2, 4, costs_at="4")  # type: ignore[arg-type]
+
+
+# -- costs of a profile know of how many microbatches they are ------------------------------------------------------
+
+
+def test_a_profile_is_taken_in_proportion_where_a_plan_cuts_otherwise() -> None:
+    made = net()
+    costs = pipec.profile(made, microbatches=4, repeats=1, **batch())
+    assert costs.microbatches == 4
+    assert pipec.compile(made, 2, 4, costs=costs).costs is costs
+    plain, halved = pipec.compile(made, 2, 4), pipec.compile(made, 2, 8, costs=costs)
+    assert halved.costs is not None
+    for name, own in costs.stages.items():
+        assert halved.costs.stages[name].forward == pytest.approx(own.forward / 2)
+        assert halved.costs.stages[name].activation_bytes == round(own.activation_bytes / 2)
+    assert halved.simulate(costs).makespan == halved.simulate().makespan
+    assert plain.simulate(costs).makespan == pipec.compile(made, 2, 4, costs=costs).simulate().makespan
+    work = [sum(timeline.useful) for timeline in (plain.simulate(costs), halved.simulate())]
+    assert work[0] == pytest.approx(work[1])
+
+
+def test_tune_and_auto_count_from_what_the_profile_says() -> None:
+    made = net()
+    costs = pipec.profile(made, microbatches=4, repeats=1, **batch())
+    for trial in pipec.tune(made, 2, (2, 4, 8), schedules=["1f1b", "gpipe"], recompute="never", costs=costs).trials:
+        plan = pipec.compile(made, 2, trial.microbatches, trial.schedule, costs=costs)
+        assert trial.time == pytest.approx(plan.simulate().makespan)
+    limit = pipec.activations(2)
+    assert pipec.compile(made, 2, 8, "auto", costs=costs, memory_limit=limit).simulate().peak_share[0] <= 2
+
+
+def test_an_example_that_is_one_microbatch_says_nothing_of_the_minibatch() -> None:
+    made = net()
+    costs = pipec.profile(made, repeats=1, **batch())
+    assert costs.microbatches is None
+    assert pipec.compile(made, 2, 8, costs=costs).costs is costs
+    with pytest.raises(pipec.SpecError, match="costs: microbatches must be a whole number of at least 1, or None"):
+        pipec.Costs(microbatches=0)
+
+
+def test_a_profile_prints_no_default_that_no_stage_takes() -> None:
+    costs = pipec.profile(net(), microbatches=4, repeats=1, **batch())
+    assert str(costs).splitlines()[:2] == ["costs: latency 0 ms", "of one of 4 microbatches, in ms and bytes:"]

@@ -38,12 +38,13 @@ class _Saved(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(see, lambda tensor: tensor)
 
 
-def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, **inputs: Any) -> Costs:
+def profile(pipeline: Any, *args: Any, microbatches: int | None = None, repeats: int = 5, **inputs: Any) -> Costs:
     """Measure every stage on one microbatch of an example minibatch.
 
     Args:
         args, inputs: an example minibatch, as for ``Runner.step``.
-        microbatches: pieces it is cut into; the first one is measured.
+        microbatches: pieces it is cut into; the first one is measured, and plans that cut the minibatch into others
+            take its costs in proportion. None: the example is one microbatch, whatever plans make of a minibatch.
         repeats: rounds over all stages after a warm-up; the median counts.
 
     Returns:
@@ -52,14 +53,18 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
         parameters. Parameters, ``.grad``, buffers and the global random numbers are left as they were.
 
     Raises:
-        RunError: a stage has no module.
+        RunError: a stage has no module, or the example does not fit the pipeline or the number of microbatches.
         BaseException: whatever a stage raises.
     """
     spec = spec_of(pipeline, "profile", RunError)
     empty = [stage.name for stage in spec.stages if stage.fn is None]
     if empty:
         raise RunError(f"stages without a module cannot be profiled: {', '.join(empty)}")
-    batch = Batch(spec, args, inputs, microbatches)
+    for name, number in (("microbatches", 1 if microbatches is None else microbatches), ("repeats", repeats)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise RunError(f"profile: {name} must be a whole number of at least 1, got {number!r}")
+    batch = Batch(spec, args, inputs, microbatches or 1)
+    cut = None if microbatches is None else batch.microbatches  # a batch of fewer rows is cut into fewer
     stages = bind(spec)
     packets = [column[0] for column in batch.packets()]
     values: dict[int, Any] = {}
@@ -98,7 +103,7 @@ def profile(pipeline: Any, *args: Any, microbatches: int = 1, repeats: int = 5, 
                 parameter.grad = gradient
             for stage, originals, before in buffers:
                 stage.buffers.restore(originals, before)
-    return Costs(stages=made, values=sizes, gradients=gradients, saved_values=kept, unit="ms")
+    return Costs(stages=made, values=sizes, gradients=gradients, saved_values=kept, unit="ms", microbatches=cut)
 
 
 def _gpus(stages: list[Stage], packets: list[Any]) -> list[torch.device]:
