@@ -73,7 +73,7 @@ def numbers(rank: int) -> list[list[str]]:
     with border(HALVES):
         found = [
             differences(lambda: chain(8), {"devices": 4, "schedule": name}, [data(9)] * 2, 4)
-            for name in ("1f1b", "zb-v", "interleaved-1f1b")
+            for name in ("1f1b", "interleaved-1f1b")
         ]
         found.append(differences(jumping, {"devices": 4, "schedule": "1f1b"}, given, 4, evaluate=True))
         found.append(differences(large_net, {"devices": 4, "schedule": "gpipe"}, big, 4))
@@ -83,7 +83,7 @@ def numbers(rank: int) -> list[list[str]]:
 
 
 def test_the_numbers_are_the_same(crew4: Any) -> None:
-    assert crew4(numbers) == [[[]] * 7] * 4
+    assert crew4(numbers) == [[[]] * 6] * 4
 
 
 def survived_there(rank: int, *args: Any) -> Any:
@@ -110,13 +110,12 @@ def doomed_there(rank: int, *args: Any) -> float:
 
 @pytest.mark.parametrize(("what", "stage", "text"), [
     ("kill", 3, "rank 3 has ended; rank "),
-    ("freeze", 3, "rank 3 has not answered for 3 s, its process stands still; rank "),
-    ("freeze", 1, "rank 1 has not answered for 3 s, its process stands still; rank "),
+    ("freeze", 3, "rank 3 has not answered for 2 s, its process stands still; rank "),
 ])
 def test_the_one_that_is_gone_is_named_on_both_hosts(what: str, stage: int, text: str) -> None:
     with crew(4) as made:
         for pipe in made._pipes:
-            pipe.send((doomed_there, (what, stage, 1, True, 4, 3.0 if what == "freeze" else 20.0)))
+            pipe.send((doomed_there, (what, stage, 1, True, 4, 2.0 if what == "freeze" else 20.0)))
         begin = time.monotonic()
         for rank, pipe in enumerate(made._pipes):
             if rank != stage:

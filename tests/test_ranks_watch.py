@@ -113,8 +113,7 @@ def ends(
 
 
 @pytest.mark.parametrize(("size", "stage", "way", "watched"), [
-    (4, 3, "gloo", (MEMORY, SOCKETS)), (4, 0, "gloo", (SOCKETS,)), (4, 1, "gloo", ()), (2, 0, "memory", ()),
-    (4, 3, "sockets", (SOCKETS,)),
+    (4, 3, "gloo", (MEMORY, SOCKETS)), (4, 0, "gloo", (SOCKETS,)), (4, 1, "gloo", ()), (4, 3, "sockets", (SOCKETS,)),
 ])
 def test_the_dead_one_is_named_within_seconds(size: int, stage: int, way: str, watched: Any) -> None:
     found, took = ends(size, "kill", stage, way, watched)
@@ -129,14 +128,14 @@ def test_the_dead_one_is_named_within_seconds(size: int, stage: int, way: str, w
 
 @pytest.mark.parametrize(("size", "stage", "way", "watched"), [
     (4, 3, "memory", (MEMORY, SOCKETS)), (4, 3, "sockets", (MEMORY, SOCKETS)), (4, 3, "gloo", (SOCKETS,)),
-    (4, 0, "gloo", (MEMORY, SOCKETS)), (2, 1, "gloo", (MEMORY, SOCKETS)),
+    (2, 0, "gloo", (MEMORY, SOCKETS)),
 ])
 def test_the_one_that_stands_still_is_named_after_the_timeout(size: int, stage: int, way: str, watched: Any) -> None:
-    found, took = ends(size, "freeze", stage, way, watched, timeout=3.0)
-    assert 3 < took < 15
+    found, took = ends(size, "freeze", stage, way, watched, timeout=2.0)
+    assert 2 < took < 15
     for word, told in found:
         assert (word, told[0], told[2]) == ("raised", "RankError", stage)
-        assert told[1].startswith(f"rank {stage} has not answered for 3 s, its process stands still; rank ")
+        assert told[1].startswith(f"rank {stage} has not answered for 2 s, its process stands still; rank ")
         for rank in range(size):
             assert f"\n  rank {rank} stands at " in told[1]
 
@@ -193,7 +192,7 @@ def never_made(rank: int, what: str) -> None:
     plan = pipec.compile(net, 4, 4)
     if rank == 1:
         gpu_ranks.claim = lambda *_: WHAT[what]()
-    pipec.Runner(net, plan, timeout=3.0)
+    pipec.Runner(net, plan, timeout=1.5)
 
 
 @pytest.mark.parametrize("what", ["kill", "freeze"])

@@ -79,8 +79,10 @@ def absent(ranks: Sequence[int]) -> list[int]:
 def apart(ranks: Sequence[int], timeout: float, error: Exception) -> RankError:
     """The error when not all processes make the runner that they have begun."""
     gone = absent(ranks)
-    who = f"rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}" if gone else "a rank"
-    return RankError(f"{who} has ended or does not answer while the ranks make this runner together, within "
+    who = f"rank {gone[0]} has ended or does" if len(gone) == 1 else "a rank has ended or does"
+    if len(gone) > 1:
+        who = f"ranks {', '.join(map(str, gone))} have ended or do"
+    return RankError(f"{who} not answer while the ranks make this runner together, within "
                      f"{timeout:g} s: {error}", gone[0] if len(gone) == 1 else -1)
 
 
