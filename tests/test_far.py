@@ -39,11 +39,8 @@ def test_values_arrive_as_they_were(name: str) -> None:
         for step in range(3):
             sent = [pack(SHAPES[name](base(rows))) for rows in (4, 4, 4)]
             for a, b in zip(sent, made.step(sent), strict=True):
-                if name in ("sparse", "conjugate"):
-                    assert torch.equal(*(one.to_dense() if name == "sparse" else one for one in (a, b.leaves[0])))
-                    continue
                 assert same(plain(b), plain(a))
-                if name != "windows":  # memory shared between elements is not kept
+                if name not in ("windows", "sparse"):  # memory shared between elements is not kept
                     assert strides(b) == strides(a)
             steady = name not in ("sparse", "conjugate")  # others are pickled each time
             assert made.learned == [[]] * 2 if step and steady else made.learned[0] == made.learned[1] != []
