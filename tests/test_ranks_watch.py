@@ -165,6 +165,28 @@ def test_a_rank_that_has_closed_its_runner_is_named() -> None:
     assert second == []
 
 
+def saves(rank: int, folder: str) -> None:
+    from pipec.runtime import saving
+
+    if rank == 1:
+        saving.write = lambda *_: WHAT["kill"]()
+    net = chain(4)
+    with pipec.Runner(net, pipec.compile(net, 4, 4), timeout=20.0) as run:
+        run.step(**data())
+        run.save(folder)
+
+
+def test_one_that_dies_in_save_is_named(tmp_path: Any) -> None:
+    with crew(4) as made:
+        begin = time.monotonic()
+        answers = made.answers(saves, str(tmp_path / "saved"))
+        assert time.monotonic() - begin < 15
+    for rank in (0, 2, 3):
+        word, told = answers[rank]
+        assert (word, told[0], told[2]) == ("raised", "RankError", 1)
+        assert told[1].startswith("rank 1 has ended; rank ")
+
+
 def replicas(rank: int) -> None:
     """The last rank of the second replica dies; the first replica hears of it where all meet."""
     net = chain(2)

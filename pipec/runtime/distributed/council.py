@@ -87,10 +87,10 @@ class Council:
                 self._waits.ends()
         except RankError as error:
             self.broken = True
-            if failure is not None:
+            if failure is not None and call not in (SAVE, LOAD):  # there it says no more than that something is lost
                 raise failure from None
             at = self._ranks[error.rank] if error.rank >= 0 else -1
-            raise self._missing(at, CALLS[call], error) from error
+            raise self._missing(at, CALLS[call], error) from failure or error
         except BaseException as error:  # an interrupt: the others may have this rank's row, and go on
             self.leave(error)
             raise
