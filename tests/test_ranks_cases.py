@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from models import WIDTH, chain, data, of_modules, same, snapshot
 from test_ranks_hosts import apart
@@ -169,3 +170,30 @@ def test_every_kind_of_error_at_every_place(ways: Any, crew2: Any) -> None:
         assert f"({PLACES[place]}" in told[1], (place, kind, told)
         assert told[2] == 1
         assert fine == too == [True, True], (place, kind)
+
+
+# -- parameters that several ranks step -----------------------------------------------------------------------------
+
+
+def stepped_apart(rank: int, shared: bool) -> str:
+    """Rank 1 steps its copy of a parameter by another rule than rank 0."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2 if shared else 1)]
+    layers[-1].weight = layers[0].weight
+    net = of_modules(*layers)
+    how: dict[str, Any] = {"devices": 2} if shared else {"devices": 1, "data_parallel": 2}
+    plan = pipec.compile(net, microbatches=4, update="stage", **how)
+    try:
+        pipec.Runner(net, plan, optimizer=lambda own: torch.optim.SGD(own, lr=0.1 if rank else 0.2)).close()
+        return "nothing"
+    except pipec.RankError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_copies_of_a_parameter_are_stepped_alike(shared: bool, crew2: Any) -> None:
+    what = "the parameter of stages 'a' (weight) and 'b' (weight) here, its optimizer" if shared else \
+        "stage 'a', the optimizer of weight"
+    for told in crew2(stepped_apart, shared):
+        assert f"{what}: SGD(lr=0.2, momentum=0, " in told
+        assert " on rank 0; SGD(lr=0.1, momentum=0, " in told

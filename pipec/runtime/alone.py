@@ -47,8 +47,9 @@ class Alone:
         return None
 
     @contextmanager
-    def agreement(self, options: dict[str, Any], stages: Callable[[], Sequence[Stage]]) -> Iterator[None]:
-        """Around the making of a runner: what every process must have alike is compared at the end, ``stages`` too."""
+    def agreement(self, options: dict[str, Any], holds: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
+        """Around the making of a runner: what every process must have alike is compared at the end, ``options`` and of
+        the stages and optimizers that it ``holds`` those that others have as well."""
         yield
 
     def local(self, spec: Spec) -> Spec:

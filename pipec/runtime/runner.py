@@ -116,7 +116,7 @@ class Runner(Overlapping, Stateful):
         self._rescheduling, self._delay, self._left = rescheduling, delay, []
         options = {"outputs option": outputs, "rescheduling": rescheduling, "delay": delay}
         options |= told_scaler(scaler) | {"before_update": before_update is not None}
-        with self._party.agreement(options, lambda: self.stages):
+        with self._party.agreement(options, lambda: (self.stages, self._updater.optimizers)):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
             self._weights = [StageWeights(stage) for stage in self.stages]
             self._flow = self._flow_of(plan)

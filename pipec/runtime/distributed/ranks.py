@@ -99,8 +99,8 @@ class Ranks(Held):
         return local_spec(spec, self._plan, self.device)
 
     @contextmanager
-    def agreement(self, options: dict[str, Any], stages: Callable[[], Sequence[Stage]]) -> Iterator[None]:
-        """Around the making of a runner: at its end every rank compares what it has, ``stages`` too, with the others.
+    def agreement(self, options: dict[str, Any], holds: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
+        """Around the making of a runner: at its end every rank compares with the others what it has, and ``holds``.
 
         Raises:
             RankError: naming what differs on which rank, or what went wrong on another one.
@@ -111,7 +111,7 @@ class Ranks(Held):
             except BaseException as failure:
                 self._agree({"failed": told_of(failure)}, self._plan)
                 raise
-            held = held_forms(stages(), self._tied, self.place.replicas)
+            held = held_forms(*holds(), self._tied, self.place.replicas)
             told = self._agree(summary(self.spec, self._plan, options) | {HELD: held}, self._plan)
             self._hooked = any(one[HOOKED] for one in told)
         except BaseException:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pipec.runtime.distributed.local import Tied
 from pipec.runtime.stages import Stage
@@ -67,19 +68,38 @@ def _listed(names: Iterable[str]) -> str:
     return " and ".join(names)
 
 
-def held_forms(stages: Sequence[Stage], tied: Sequence[Tied], replicas: int) -> dict[str, Any]:
+def held_forms(
+    stages: Sequence[Stage], optimizers: Iterable[Optimizer], tied: Sequence[Tied], replicas: int
+) -> dict[str, Any]:
     """What other ranks hold as well, by name: parameters that stages of several share, and with replicas, per stage of
-    this rank, all parameters and buffers."""
+    this rank, all parameters and buffers; and what steps them, as each rank's optimizer steps its own copy."""
     made: dict[str, Any] = {}
+    steps = stepped(optimizers) if tied or replicas > 1 else {}
     for one in tied:
         users = _listed(f"{stages[number].name!r} ({name})" for number, name in one.users)
         made[f"the parameter of stages {users}"] = form(one.parameter)
+        if id(one.parameter) in steps:
+            made[f"the parameter of stages {users} here"] = {"its optimizer": steps[id(one.parameter)]}
     for stage in stages if replicas > 1 else ():
         if stage.fn is not None:
             own = {name: form(parameter) for name, parameter in stage.named_parameters()}
             own |= {name: form(b) for module in stage.modules for name, b in module.named_buffers()}
-            made[f"stage {stage.name!r}"] = own | {ORDER: ", ".join(own)}
+            by = {f"the optimizer of {name}": steps[id(p)] for name, p in stage.named_parameters() if id(p) in steps}
+            made[f"stage {stage.name!r}"] = own | by | {ORDER: ", ".join(own)}
     return made
+
+
+def stepped(optimizers: Iterable[Optimizer]) -> dict[int, str]:
+    """By the id of a parameter the optimizer that steps it, with its options."""
+    return {
+        id(parameter): f"{type(optimizer).__name__}({_options(group)})"
+        for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
+
+
+def _options(group: dict[str, Any]) -> str:
+    shown = {key: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in group.items()}
+    return ", ".join(f"{key}={value}" for key, value in shown.items() if isinstance(value, (*PLAIN, tuple)))
 
 
 def form(tensor: Tensor) -> str:
