@@ -127,7 +127,8 @@ class Row:
 def compare_rows(given: Sequence[Given], arguments: Arguments) -> list[Row]:
     """A row per saved plan, or per schedule for one pipeline."""
     if all(item.plan is not None for item in given):
-        return [Row(item.name, item.plan.simulate(costs_of(arguments, item))) for item in given if item.plan]
+        plans = [(item, compile_with(item, arguments, arguments.schedule or "")) for item in given]
+        return [Row(item.name, plan.simulate(costs_of(arguments, item))) for item, plan in plans]
     if len(given) > 1:
         raise UsageError("compare takes one pipeline, or several plans")
     names = [part.strip() for part in arguments.schedule.split(",")] if arguments.schedule else list(SCHEDULES)

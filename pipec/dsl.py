@@ -28,7 +28,7 @@ class Pipeline:
     """
 
     def __init__(self, name: str = "pipeline") -> None:
-        self.name = str(name)
+        self.name = name if isinstance(name, str) else "pipeline"
         self._inputs: list[InputSpec] = []
         self._stages: list[StageSpec] = []
         self._outputs: list[OutputSpec] = []
@@ -39,6 +39,9 @@ class Pipeline:
         self._loss_asked = False
         self._location = caller()
         self._spec: Spec | None = None
+        if not isinstance(name, str):
+            self._problem(f"Pipeline: its argument is a name, got {type(name).__name__}; stages are declared with "
+                          "stage(name, module, ...)")
 
     def input(self, name: str, *, split: int | None = 0, slice_dim: int | None = None) -> Value:
         """Declare an input; ``split`` is the dimension cut into microbatches, None: the same for all of them.

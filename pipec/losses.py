@@ -6,14 +6,21 @@ import functools
 import inspect
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn.modules.loss import _Loss
+
+PLAIN = ((torch.sum, "sum"), (Tensor.sum, "sum"), (torch.nansum, "sum"), (torch.mean, "mean"), (Tensor.mean, "mean"))
 
 
 def stated_reduction(fn: Any) -> str | None:
-    """``"mean"``, ``"sum"`` or ``"none"`` where ``fn`` fixes it: one of torch's loss modules, or a partial."""
+    """``"mean"``, ``"sum"`` or ``"none"`` where ``fn`` fixes it: a loss module of torch, a partial, torch.sum."""
     if isinstance(fn, functools.partial):
         given = fn.keywords.get("reduction")
         return given if isinstance(given, str) else stated_reduction(fn.func)
+    for one, reduction in PLAIN:
+        if fn is one:
+            return reduction
     return str(fn.reduction) if isinstance(fn, _Loss) else None
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipec
+from pipec.cli import main
+from pipec.runtime.distributed.agree import compare, summary
 
 
 def net() -> pipec.Pipeline:
@@ -194,3 +196,81 @@ def test_an_example_that_is_one_microbatch_says_nothing_of_the_minibatch() -> No
 def test_a_profile_prints_no_default_that_no_stage_takes() -> None:
     costs = pipec.profile(net(), microbatches=4, repeats=1, **batch())
     assert str(costs).splitlines()[:2] == ["costs: latency 0 ms", "of one of 4 microbatches, in ms and bytes:"]
+
+
+# -- the same mistakes elsewhere --------------------------------------------------------------------------------
+
+
+def test_a_simulation_without_measured_costs_beside_a_trace() -> None:
+    made = net()
+    plan = pipec.compile(made, 2, 4)
+    with pipec.Runner(made, plan) as run:
+        run.step(**batch())
+        measured = run.trace()
+    with pytest.raises(pipec.RenderError) as caught:
+        pipec.draw([plan.simulate(), measured], titles=["predicted", "run"])
+    said = str(caught.value)
+    assert "'predicted' without a unit; 'run' in ms; for times in ms profile first" in said
+    seconds = plan.simulate(pipec.Costs(unit="s"))
+    with pytest.raises(pipec.RenderError, match="'1f1b' in s; '1f1b, measured' in ms; give all Costs the same unit="):
+        pipec.draw([seconds, measured])
+
+
+def test_a_pipeline_is_given_a_name_and_no_model() -> None:
+    made = pipec.Pipeline(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(pipec.SpecError, match="Pipeline: its argument is a name, got Linear; stages are declared with"):
+        pipec.compile(made, 1, 1)
+
+
+def test_a_state_of_another_model_names_a_few() -> None:
+    made = pipec.Pipeline("deep")
+    value = made.input("x")
+    for number in range(6):
+        value = made.stage(f"s{number}", nn.Linear(2, 2), value)
+    made.loss("sum", torch.sum, value, reduction="sum")
+    with pipec.Runner(made, pipec.compile(made, 2, 2)) as run, pytest.raises(pipec.RunError) as caught:
+        run.load_state_dict({f"other{number}": torch.zeros(1) for number in range(9)})
+    missing, unknown = str(caught.value).splitlines()[1:]
+    assert missing.startswith("  1. missing: s0.weight, s0.bias, ")
+    assert missing.endswith("s3.bias and 4 more")
+    assert unknown.endswith("other7 and 1 more; names are stage.key, or those of the module given as Runner(model=...)")
+
+
+def test_ranks_that_profiled_by_themselves_are_told_so() -> None:
+    summaries = []
+    for forward, schedule in ((1.0, "gpipe"), (1.5, "1f1b"), (1.0, "1f1b")):
+        made = net()
+        summaries.append(summary(made.spec, pipec.compile(made, 2, 4, schedule, costs=pipec.Costs(forward)), {}))
+    with pytest.raises(pipec.RankError) as caught:
+        compare(summaries[:2], (0, 1), 0)
+    assert "their costs differ, as where each rank has profiled by itself: give all those of one" in str(caught.value)
+    assert "schedule: gpipe on rank 0; 1f1b on rank 1" in str(caught.value)
+    with pytest.raises(pipec.RankError) as caught:
+        compare(summaries[::2], (0, 1), 0)
+    assert "costs" not in str(caught.value)
+    assert compare(summaries[1:], (0, 1), 0)  # alone they are no difference
+
+
+def test_a_saved_plan_is_compared_as_it_is(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pipec.compile(pipec.chain(2), 2, 2).save(tmp_path / "plan.json")
+    plan = str(tmp_path / "plan.json")
+    assert main(["compare", plan, plan]) == 0
+    assert main(["compare", plan, "--schedule", "gpipe", "--microbatches", "8"]) == 2
+    assert "plan is a plan already; --microbatches, --schedule cannot change it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("fn", "other"), [(torch.sum, "mean"), (Tensor.sum, "mean"), (torch.mean, "sum")])
+def test_torchs_sum_and_mean_are_taken_at_their_word(fn: Any, other: str) -> None:
+    layer = nn.Linear(4, 4)
+
+    def made(**options: Any) -> pipec.Pipeline:
+        pipeline = pipec.Pipeline("net")
+        pipeline.loss("total", fn, pipeline.stage("layer", layer, pipeline.input("x")), **options)
+        return pipeline
+
+    rows = torch.randn(7, 4)
+    for microbatches in (1, 3):
+        with pipec.Runner(made(), pipec.compile(made(), 1, microbatches)) as run:
+            torch.testing.assert_close(run.step(x=rows).loss, fn(layer(rows)).detach())
+    with pytest.raises(pipec.SpecError, match=f"reduction={other!r}, but the loss itself has reduction="):
+        pipec.compile(made(reduction=other), 1, 1)

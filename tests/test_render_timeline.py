@@ -376,7 +376,7 @@ def test_costs_for_a_timeline_are_refused() -> None:
 
 def test_timelines_in_different_units_are_refused() -> None:
     plan = chain_plan()
-    with pytest.raises(pipec.RenderError, match="cannot show the units '', 'ms'; give all Costs the same unit="):
+    with pytest.raises(pipec.RenderError, match=r"'1f1b' without a unit; '1f1b' in ms; .* take unit='ms'"):
         draw([plan.simulate(), plan.simulate(pipec.Costs(unit="ms"))])
 
 

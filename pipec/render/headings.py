@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipec.errors import RenderError
 from pipec.render.dot import shorten, text_width
 from pipec.render.palette import INK, WARN
 from pipec.render.window import View
@@ -36,6 +37,22 @@ def name_of(timeline: Timeline) -> str:
     if timeline.excerpt is not None:
         return f"{schedule}, measured {timeline.excerpt.name}"
     return f"{schedule}, measured" if timeline.measured else schedule
+
+
+def check_units(timelines: Sequence[Timeline], titles: Sequence[str] | None) -> None:
+    """Raise RenderError when timelines have other units of time: one axis shows one."""
+    units: dict[str, list[str]] = {}
+    for number, timeline in enumerate(timelines):
+        units.setdefault(timeline.costs.unit, []).append(titles[number] if titles else name_of(timeline))
+    if len(units) < 2:
+        return
+    told = "; ".join(f"{', '.join(map(repr, own))} {f'in {unit}' if unit else 'without a unit'}"
+                     for unit, own in units.items())
+    advice = "give all Costs the same unit="
+    if "ms" in units and "" in units:  # a measured timeline beside one that was simulated without measured costs
+        advice = "for times in ms profile first, costs = pipec.profile(...), then compile(..., costs=costs) or " \
+                 "plan.simulate(costs); Costs of your own in ms take unit='ms'"
+    raise RenderError(f"one time axis cannot show different units of time: {told}; {advice}")
 
 
 def _where(peaks: Sequence[float]) -> str:

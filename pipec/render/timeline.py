@@ -11,7 +11,7 @@ from attrs import field, frozen
 from pipec.errors import RenderError
 from pipec.render.arrows import copy_arrows, critical_links
 from pipec.render.dot import Box, Item, Line, Text, printable, scene, shorten, text_width
-from pipec.render.headings import MARGIN, headline, name_of, summary, summary_left
+from pipec.render.headings import MARGIN, check_units, headline, name_of, summary, summary_left
 from pipec.render.lanes import LANE_HEIGHT, Tasks, copy_lane, group_frames, task_boxes
 from pipec.render.legend import legend_items
 from pipec.render.memory import FILLED, Memory, choose_memory, steps, strip
@@ -91,11 +91,7 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str] | None, 
     """
     if titles is not None and len(titles) != len(timelines):
         raise RenderError(f"{len(timelines)} timelines but {len(titles)} titles; give one title each")
-    units = sorted({t.costs.unit for t in timelines})
-    if len(units) > 1:
-        raise RenderError(
-            f"one time axis cannot show the units {', '.join(map(repr, units))}; give all Costs the same unit="
-        )
+    check_units(timelines, titles)
     several = len(timelines) > 1
     views = [
         view(t, options.devices, options.microbatches, options.time, options.width, steady)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipec.errors import Problem, RunError, raise_all
-from pipec.runtime.names import Owner, aliases, load_model, model_problems, state_dict
+from pipec.runtime.names import Owner, aliases, few, load_model, model_problems, state_dict
 from pipec.runtime.randomness import Position
 from pipec.tree import flatten, tree_map
 
@@ -147,12 +147,12 @@ def _fit_optimizers(
             options = groups[called[0]]["options"] if called else {}
             packed.append({**now, **options, "params": now["params"]})
         if missing:
-            problems.append(Problem(f"optimizer {label!r}: missing state of {', '.join(missing)}"))
+            problems.append(Problem(f"optimizer {label!r}: missing state of {few(missing)}"))
         rest = saved["more"].get(label, {}).get("rest", {})
         ready.append((optimizer, {**rest, "state": states, "param_groups": packed}))
     unknown = [name for name in groups if name not in used]
     if unknown and optimizers:
-        problems.append(Problem(f"no optimizer here has {', '.join(unknown)}"))
+        problems.append(Problem(f"no optimizer here has {few(unknown)}"))
     elif unknown:
         problems.append(Problem(f"it has optimizer states, but this plan has no UPDATE; {only_model}"))
     problems += [

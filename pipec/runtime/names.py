@@ -55,6 +55,11 @@ class Owner:
         return self.prefix + key.replace(COMPILED, "")
 
 
+def few(names: Sequence[str]) -> str:
+    """The first of the names and how many more there are."""
+    return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
+
+
 def owners(stages: Sequence[Stage], model: Model | None = None) -> list[Owner]:
     """Where the names of a pipeline's tensors come from.
 
@@ -73,9 +78,8 @@ def owners(stages: Sequence[Stage], model: Model | None = None) -> list[Owner]:
     lost = [name for owner in own for name, value in owner.values().items()
             if isinstance(value, Tensor) and id(value) not in known]
     if lost:
-        more = f" and {len(lost) - MOST} more" if len(lost) > MOST else ""
         raise RunError(
-            f"{', '.join(lost[:MOST])}{more} {'is' if len(lost) == 1 else 'are'} not in model=; make the stages from "
+            f"{few(lost)} {'is' if len(lost) == 1 else 'are'} not in model=; make the stages from "
             "the model's own modules, not from copies, or give model= a dict of all tensors by name"
         )
     return [whole]
@@ -149,9 +153,9 @@ def model_problems(found: Sequence[Owner], state: State, part: str = "", many: b
     missing = [name for name in own if not any(other in state for other in same[name])]
     unknown = [name for name in state if name not in own]
     partly = many or (not unknown and any(name in state for name in own))
-    problems = [Problem(f"missing: {', '.join(missing)}{part * partly}")] if missing else []
+    problems = [Problem(f"missing: {few(missing)}{part * partly}")] if missing else []
     hint = "; names are stage.key, or those of the module given as Runner(model=...)" if missing else ""
-    problems += [Problem(f"unknown: {', '.join(unknown)}{hint}")] if unknown else []
+    problems += [Problem(f"unknown: {few(unknown)}{hint}")] if unknown else []
     checked: set[str] = set()
     for name, value in own.items():
         given = state.get(name)

@@ -17,6 +17,7 @@ from pipec.spec import Spec
 
 # Parts of a summary that are looked at when the rest is the same
 REST, DETAILS, HELD, TASKS, EDGES = "rest", "details", "held", "tasks", "edges"
+COSTS = "costs"  # may differ where plans do not
 HOOKED = "before_update"  # whether a rank has such a hook
 DIFFERENT = "the ranks do not run the same plan"
 
@@ -49,6 +50,7 @@ def summary(spec: Spec, plan: Plan, options: dict[str, Any]) -> Summary:
     }
     columns = [getattr(plan.table, name) for name in TABLE_COLUMNS]
     parts = [*columns, *(ids for lanes in plan.lanes for ids in lanes), plan.waits.start, plan.waits.ids]
+    made[COSTS] = [_hash(repr(plan.costs))]
     made[TASKS] = _hash(*(part.tobytes() for part in parts), str(plan.behind))
     return made
 
@@ -91,8 +93,16 @@ def compare(told: Sequence[Summary], ranks: Sequence[int], me: int) -> bool:
     problems = differences(plain, ranks, but=(TASKS,))
     for key, but in ((REST, ()), (DETAILS, (EDGES,)), (HELD, (ORDER,)), (DETAILS, ()), (HELD, ())):  # causes first
         problems = problems or differences([own.get(key, {}) for own in told], ranks, but)
-    raise_all(DIFFERENT, problems, RankError, 20)
+    raise_all(DIFFERENT + other_costs(told), problems, RankError, 20)
     return len({own.get(TASKS) for own in told}) == 1
+
+
+def other_costs(told: Sequence[Summary]) -> str:
+    """What to say where plans differ, when it may be because of their costs."""
+    if len({str(own.get(COSTS)) for own in told}) == 1:
+        return ""
+    return ("; their costs differ, as where each rank has profiled by itself: give all those of one, with "
+            "torch.distributed.broadcast_object_list")
 
 
 def differences(told: Sequence[Mapping[str, Any]], ranks: Sequence[int], but: Sequence[str] = ()) -> list[Problem]:
