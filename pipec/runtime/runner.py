@@ -107,15 +107,14 @@ class Runner(Overlapping, Stateful):
         many = over_processes(backend, mesh)
         arguments = {"rescheduling": rescheduling, "delay": delay, "scaler": scaler, "before_update": before_update,
                      "seed": seed, "model": model, "watchdog": watchdog, "outputs": outputs, "timeout": timeout}
-        spec = fitting(many, pipeline, plan, devices, backend, arguments, mesh)
-        self.spec, self.plan = spec, plan
+        self.spec, self.plan = fitting(many, pipeline, plan, devices, backend, arguments, mesh), plan
         self._backend_name, self._watchdog = backend, watchdog
         self._real = None if many else real_devices(devices, backend, plan.devices)
         self._party: Alone = party(self.spec, plan, backend, devices, mesh, timeout, outputs)
         self._real = self._party.real(plan) or self._real
         self._rescheduling, self._delay, self._left = rescheduling, delay, []
-        options = {"outputs option": outputs, "rescheduling": rescheduling, "delay": delay}
-        options |= told_scaler(scaler) | {"before_update": before_update is not None}
+        options = {"outputs option": outputs, "rescheduling": rescheduling, "delay": delay, **told_scaler(scaler),
+                   "before_update": before_update is not None}
         with self._party.agreement(options, lambda: (self.stages, self._updater.optimizers)):
             self._make(backend, watchdog, optimizer, scaler, before_update, model)
             self._weights = [StageWeights(stage) for stage in self.stages]

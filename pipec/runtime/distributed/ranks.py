@@ -274,8 +274,7 @@ class Ranks(Held):
         return None
 
     def ended(
-        self, channels: Callable[[], Any], work: Callable[[], list[float]], training: bool,
-        width: int = 0,
+        self, channels: Callable[[], Any], work: Callable[[], list[float]], training: bool, width: int = 0
     ) -> list[list[float]]:
         """Do this rank's part, and come to its end with all others: everybody's row of at least ``width`` numbers.
 
