@@ -91,6 +91,9 @@ def compile(  # noqa: A001 - the verb of this library
     for name, number in (("devices", devices), ("microbatches", microbatches), ("data_parallel", data_parallel)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ScheduleError(f"{name} must be a whole number of at least 1, got {number!r}")
+    for name, flag in (("forward_only", forward_only), ("update_early", update_early)):
+        if not isinstance(flag, bool):
+            raise ScheduleError(f"{name} must be True or False, got {flag!r}")
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
         raise ScheduleError(f"chunks must be a whole number per device, got {chunks!r}")
     if chunks is not None and chunks < 1:

@@ -154,6 +154,8 @@ class Costs:
     microbatches: int | None = None
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.unit, str):
+            raise SpecError(f"costs: unit is the name of the unit of time, such as 'ms', got {self.unit!r}")
         cut = self.microbatches
         if cut is not None and (isinstance(cut, bool) or not isinstance(cut, int) or cut < 1):
             raise SpecError(f"costs: microbatches must be a whole number of at least 1, or None, got {cut!r}")

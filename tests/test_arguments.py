@@ -274,3 +274,14 @@ def test_torchs_sum_and_mean_are_taken_at_their_word(fn: Any, other: str) -> Non
             torch.testing.assert_close(run.step(x=rows).loss, fn(layer(rows)).detach())
     with pytest.raises(pipec.SpecError, match=f"reduction={other!r}, but the loss itself has reduction="):
         pipec.compile(made(reduction=other), 1, 1)
+
+
+@pytest.mark.parametrize(("option", "value"), [("forward_only", "no"), ("forward_only", 1), ("update_early", "yes")])
+def test_a_flag_is_true_or_false(option: str, value: Any) -> None:
+    with pytest.raises(pipec.ScheduleError, match=f"{option} must be True or False, got {value!r}"):
+        pipec.compile(pipec.chain(2), 2, 2, update="stage", **{option: value})
+
+
+def test_a_unit_of_time_is_a_name() -> None:
+    with pytest.raises(pipec.SpecError, match="costs: unit is the name of the unit of time, such as 'ms', got 5"):
+        pipec.Costs(unit=5)  # type: ignore[arg-type]
