@@ -102,7 +102,7 @@ class Timeline:
     @cached_property
     def busy(self) -> list[float]:
         """Per device the share of the makespan in which its compute lane works."""
-        kinds = tuple(kind for kind in Kind if kind is not Kind.COPY)
+        kinds = tuple(kind for kind in Kind if kind not in (Kind.COPY, Kind.REDUCE))  # these have lanes of their own
         return [self._time(d, kinds) / self.makespan if self.makespan else 0.0 for d in range(self.plan.devices)]
 
     @cached_property

@@ -117,3 +117,10 @@ def test_a_reduce_costs_what_a_ring_moves() -> None:
         timeline = plan.simulate(pipec.Costs(bandwidth=100.0, stages=stages))
         task = row(plan, "1G0")
         assert timeline.end[task] - timeline.start[task] == pytest.approx(4.0 * share)
+
+
+def test_a_device_is_not_busy_with_a_reduce_that_runs_beside_its_tasks() -> None:
+    plan = pipec.compile(pipec.chain(4), 2, 4, data_parallel=2)
+    for reduce in (0.0, 2.0, 50.0):
+        timeline = plan.simulate(pipec.Costs(reduce=reduce))
+        assert timeline.busy == pytest.approx([own / timeline.makespan for own in timeline.useful])
