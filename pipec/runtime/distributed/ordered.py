@@ -125,7 +125,21 @@ class OrderedChannels(Links):
                 return
             if group[0].task > task and (len(self._awaited) >= AHEAD or self._early(group)):
                 return
-            self._issue(self._left.popleft())
+            self._left.popleft()
+            try:
+                self._issue(group)
+            except RuntimeError as error:
+                if group[0].route[1] == REPLICAS or not (self.waits.alarmed or "gloo" in str(error)):
+                    raise  # it is not a connection between hosts that has ended
+                source, target = group[0].route
+                peer = target if source == self._rank else source
+                raise self._over(peer, self._message[group[0].task], error) from error
+
+    def _over(self, peer: int, message: Message, error: RuntimeError) -> RankError:
+        """The error when a connection has ended, or nothing comes."""
+        self.stopped = True
+        self.broken = self._lost(peer, message.what, error)
+        return self.broken
 
     def _early(self, group: tuple[Transfer, ...]) -> bool:
         """Whether a value would come from host memory before the task that the plan lets it wait for is queued."""
@@ -215,9 +229,7 @@ class OrderedChannels(Links):
             while works:
                 works.pop(0).wait(self._timeout)
         except RuntimeError as error:
-            self.stopped = True
-            self.broken = self._lost(peer, message.what, error)
-            raise self.broken from error
+            raise self._over(peer, message, error) from error
         self.waits.ends()
 
     # -- sending --------------------------------------------------------------------------------------------
@@ -259,8 +271,11 @@ class OrderedChannels(Links):
         task = message.op.task
         head = torch.empty(HEAD, dtype=torch.uint8)
         HEADER.pack_into(header_of(head), 0, status, len(following[0]) if following else 0, task, 0)
-        works = [self._hosts.send([head], link.peer, EXPECTED)]
-        works += [self._hosts.send([one], link.peer, FOLLOWING) for one in following]
+        try:
+            works = [self._hosts.send([head], link.peer, EXPECTED)]
+            works += [self._hosts.send([one], link.peer, FOLLOWING) for one in following]
+        except RuntimeError as error:
+            raise self._over(link.peer, message, error) from error
         link.at += 1
         self._ready[task] = buffers
         self._advance(task)
