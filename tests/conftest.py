@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ settings.register_profile("pipec", deadline=None, derandomize=True, print_blob=T
 settings.load_profile("pipec")
 
 torch.set_num_threads(1)  # several devices share the cores; with tiny tensors more threads only wait for each other
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts its jobs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
