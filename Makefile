@@ -24,8 +24,9 @@ DEMO_ENV := MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824
 demo: $(READY)
 	$(DEMO_ENV) $(PYTHON) examples/unet.py $(DEMO)
 
+# Two files at a time: most of the tests wait, for other processes say, most of their time.
 test: $(READY)
-	$(PYTHON) -m pytest $(TEST)
+	$(PYTHON) -m pytest -n 2 --dist loadfile $(TEST)
 
 standin: $(READY)
 	$(PYTHON) -m pytest tests/standin

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from models import chain, data, same, snapshot
+from ranks import crew
 from test_ranks_alike import told
 
 import pipec
@@ -39,6 +40,13 @@ def no_more_files() -> Iterator[None]:
         finally:
             for file in held:
                 os.close(file)
+
+
+@pytest.fixture(scope="module")
+def crew2() -> Iterator[Any]:
+    """Ranks for these tests alone: what others have left open, or let go of just now, would count."""
+    with crew(2) as made:
+        yield made
 
 
 def few_files(rank: int, left: int) -> list[str]:

@@ -59,10 +59,12 @@ def running() -> bool:
 
 
 def own_store(prefix: str) -> Any:
-    """The store of the process group under a prefix, with a connection of its own where it has such: whoever waits for
-    an answer holds up nobody else."""
-    store = dist.distributed_c10d._get_default_store()
-    own = store.clone() if hasattr(store, "clone") else store
+    """The store of the process group under a prefix, with a connection of its own where it can have one: whoever waits
+    for an answer holds up nobody else."""
+    own = store = dist.distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):
+        with suppress(RuntimeError):  # what may open no more connections tells so by the one it has
+            own = store.clone()
     return dist.distributed_c10d.PrefixStore(prefix, own)
 
 

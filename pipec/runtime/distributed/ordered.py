@@ -214,7 +214,11 @@ class OrderedChannels(Links):
         return message.op.slot, opened(moved(frame, memory), [buffer.to(memory) for buffer in buffers])
 
     def _take(self, buffers: Sequence[Tensor], peer: int, message: Message) -> None:
-        self._wait([self._hosts.recv([buffer], peer, FOLLOWING) for buffer in buffers], peer, message)
+        try:
+            works = [self._hosts.recv([buffer], peer, FOLLOWING) for buffer in buffers]
+        except RuntimeError as error:
+            raise self._over(peer, message, error) from error
+        self._wait(works, peer, message)
 
     def _wait(self, works: list[Any], peer: int, message: Message) -> None:
         """Wait for ``works``, which leave the list: a second wait for one that has ended, as an interrupt came in
