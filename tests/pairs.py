@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,16 @@ def connected_sockets() -> tuple[socket.socket, socket.socket]:
         one = socket.create_connection(door.getsockname())
         two, _ = door.accept()
     return one, two
+
+
+def at_once(ends: Sequence[Any], talk: Callable[[int], None]) -> None:
+    """Both ends talk, each in a thread of its own, and are closed then."""
+    beside = threading.Thread(target=talk, args=(0,))
+    beside.start()
+    talk(1)
+    beside.join()
+    for lines in ends:
+        lines.close()
 
 
 class Pair:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import same
-from pairs import connected_sockets, pair
+from pairs import at_once, connected_sockets, pair
 from test_wire import SHAPES, base, plain, strides
 from torch import Tensor
 
@@ -110,12 +110,7 @@ def test_two_ranks_that_send_much_to_each_other() -> None:
             lines.wait(1 - me, time.monotonic() + 20)
         found[me] = [bool((own.content[0] == 1 - me).all()) and own.task for own in lines.inbox[1 - me]]
 
-    beside = threading.Thread(target=talk, args=(0,))
-    beside.start()
-    talk(1)
-    beside.join()
-    for lines in ends:
-        lines.close()
+    at_once(ends, talk)
     assert found == [[0, 1], [0, 1]]
 
 

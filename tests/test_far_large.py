@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import Pair, connected_sockets, pair
+from pairs import Pair, at_once, connected_sockets, pair
 
 from pipec.errors import RankError
 from pipec.runtime.distributed.far_lines import LARGE, FarLines
@@ -143,12 +143,7 @@ def test_ranks_that_send_much_to_each_other_while_both_work() -> None:
             for task, own in enumerate(lines.inbox[1 - me])
         )
 
-    beside = threading.Thread(target=talk, args=(0,))
-    beside.start()
-    talk(1)
-    beside.join()
-    for lines in ends:
-        lines.close()
+    at_once(ends, talk)
     assert found == [True, True]
 
 
