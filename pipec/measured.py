@@ -19,7 +19,7 @@ NAMES = {
 }
 
 
-def costs_of(timeline: Timeline, base: Costs | None = None) -> Costs:
+def measured_costs(timeline: Timeline, base: Costs | None = None) -> Costs:
     """Costs with which the plan simulates as it ran: per stage and kind the median over the microbatches, and the
     latency between devices. See :meth:`pipec.Timeline.to_costs`."""
     if not timeline.measured:

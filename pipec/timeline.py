@@ -317,9 +317,9 @@ class Timeline:
         Raises:
             SpecError: the timeline was simulated, or ``base`` names what the pipeline has not.
         """
-        from pipec.measured import costs_of
+        from pipec.measured import measured_costs
 
-        return costs_of(self, base)
+        return measured_costs(self, base)
 
     @property
     def _measured(self) -> str:
